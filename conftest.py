@@ -1,10 +1,19 @@
 """Two processes run the tests, each on one thread: on the same two cores they end in half the time."""
 
+import logging
 import os
 from typing import Any
 
+import pytest
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+
+@pytest.fixture(autouse=True)
+def level_of_messages() -> None:
+    """A command run inside a test leaves its level behind; another order of the tests must not change what they see."""
+    logging.getLogger("qat").setLevel(logging.NOTSET)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -17,8 +17,15 @@ ROOMS = {
     "layers": ("Layers", ("layers",)),
     "functional": ("Estimators", ("functional",)),
     "finetuning": ("Fine-tuning", ("finetuning",)),
+    "post_training": ("Post-training steps", ("post_training",)),
     "analysis": ("Analysis", ("analysis",)),
-    "export": ("Export", ("export",)),
+    "export": (
+        "Export",
+        (
+            "export",
+            "integers",
+        ),
+    ),
     "testing": ("Testing", ("testing",)),
     "kernels": ("Kernels", ("kernels",)),
 }

@@ -15,8 +15,10 @@ from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_t
 from benchmarks.accuracy_table import rules_table as trained_rules_table
 from benchmarks.config_table import config_table, configs_table
 from benchmarks.default_rule import rule_table
+from benchmarks.deployment_table import TABLES as DEPLOYMENT_TABLES
 from benchmarks.epoch import epoch_table
 from benchmarks.loading import loading_table
+from benchmarks.post_training import post_training_table, worth_table
 from benchmarks.reference_table import reference_table
 from benchmarks.reliability_table import fuzz_table, mutation_table
 from benchmarks.rules_table import rules_table
@@ -35,12 +37,14 @@ DOCUMENTS = (
     "README.md",
     "docs/config.md",
     "docs/curves.md",
+    "docs/deploying.md",
     "docs/measurements.md",
     "docs/reference.md",
     "docs/reliability.md",
     "docs/rules.md",
     "docs/speed.md",
     "docs/targets.md",
+    "docs/worth_it.md",
     "docs/zoo.md",
 )
 FROM_CODE = {
@@ -55,6 +59,8 @@ FROM_CODE = {
     "watch": watch_table,
     "mutation": mutation_table,
     "models": model_table,
+    "post_training": post_training_table,
+    "worth": worth_table,
     "loading": loading_table,
     "reference": reference_table,
     "rules": rules_table,
@@ -69,6 +75,7 @@ FROM_CODE = {
     "zoo_models": models_table,
     "zoo_timm": lambda: library_table("timm"),
     "zoo_transformers": lambda: library_table("transformers"),
+    **DEPLOYMENT_TABLES,
     **SPEED_TABLES,
 }
 MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)

@@ -36,7 +36,7 @@ ROOMS = {
     "quantizer": ("qat/quantizer", ["tests/quantizer", "qat/quantizer"]),
     "layers": ("qat/layers", ["tests/layers", "qat/layers"]),
     "fused/functions": ("qat/fused/functions", ["tests/fused"]),
-    "export/integers": ("qat/export/integers", ["tests/export"]),
+    "integers": ("qat/integers", ["tests/export"]),
     "training/loop": ("qat/training/loop", ["tests/training", "tests/finetuning"]),
 }
 """Room: its code and its tests."""

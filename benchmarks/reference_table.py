@@ -18,6 +18,7 @@ PLACES = (
     "qat.targets",
     "qat.export",
     "qat.finetuning",
+    "qat.post_training",
     "qat.testing",
     "qat.kernels",
 )

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,16 +89,16 @@ def kept(results: Path) -> list[Row]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def keep(rows: Iterable[Row], results: Path) -> None:
+def keep(rows: Iterable[Row], results: Path, shared: Sequence[str] = COMPARISON) -> None:
     """Add rows; older ones of the same comparisons go."""
     fresh = list(rows)
-    measured = {comparison(row) for row in fresh}
-    lines = [row for row in kept(results) if comparison(row) not in measured] + fresh
+    measured = {comparison(row, shared) for row in fresh}
+    lines = [row for row in kept(results) if comparison(row, shared) not in measured] + fresh
     results.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(results) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
-def comparison(row: Row) -> str:
+def comparison(row: Row, shared: Sequence[str] = COMPARISON) -> str:
     """What a row shares with those that it is compared with; text, since shapes are lists, which do not hash."""
-    return json.dumps([row.get(name) for name in COMPARISON])
+    return json.dumps([row.get(name) for name in shared])

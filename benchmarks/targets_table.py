@@ -55,6 +55,8 @@ def choice(profile: TargetProfile, key: str) -> str:
     """The value that a reason is about: `activation.signed` is a field of the limits, `activation` of the profile."""
     tensor, _, limit = key.partition(".")
     value: Any = getattr(getattr(profile, f"{tensor}_limits"), limit) if limit else getattr(profile, key)
+    if isinstance(value, dict):
+        return named(frozenset(value))
     if isinstance(value, frozenset):
         return named(value)
     return " or ".join(map(shown, value)) if isinstance(value, tuple) else shown(value)

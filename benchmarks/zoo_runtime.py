@@ -141,7 +141,7 @@ def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
     Raises:
         ValueError: if the file has other inputs or outputs than the model.
     """
-    theirs = run_session(open_session(path.read_bytes()), part.inputs)
+    theirs = run_session(open_session(path), part.inputs)
     with evaluating(part.module), torch.no_grad():
         ours = output_tensors(call_model(part.module, moved_to(torch.device("cpu"), part.inputs)))
     if [list(one.shape) for one in ours] != [list(other.shape) for other in theirs]:

@@ -11,15 +11,16 @@
 
 from qat import functional, testing
 from qat.analysis import explain, summary
+from qat.analysis.allocation import allocate
 from qat.analysis.cost import cost
 from qat.analysis.errors import layer_errors
 from qat.analysis.features import feature_extractor
-from qat.analysis.sensitivity import sensitivity
+from qat.analysis.sensitivity import layer_losses, sensitivity
 from qat.analysis.state import float_state_dict
 from qat.analysis.statistics import quantizer_statistics
 from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm, sync_batch_norm
 from qat.calibration import calibrate
-from qat.export import export_onnx, integer_weights, verify_onnx
+from qat.export import convert, export_litert, export_onnx, integer_weights, verify_litert, verify_onnx
 from qat.finetuning.ewgs import update_ewgs
 from qat.layers import (
     QuantBilinear,
@@ -72,11 +73,14 @@ __all__ = [
     "QuantRecipe",
     "QuantSpec",
     "Quantizer",
+    "allocate",
     "calibrate",
+    "convert",
     "cost",
     "disable_fake_quant",
     "enable_fake_quant",
     "explain",
+    "export_litert",
     "export_onnx",
     "feature_extractor",
     "float_state_dict",
@@ -85,6 +89,7 @@ __all__ = [
     "functional",
     "integer_weights",
     "layer_errors",
+    "layer_losses",
     "load",
     "parameter_groups",
     "penalty",
@@ -100,5 +105,6 @@ __all__ = [
     "sync_batch_norm",
     "testing",
     "update_ewgs",
+    "verify_litert",
     "verify_onnx",
 ]

@@ -33,9 +33,6 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
     Returns:
         How many BatchNorms were computed anew: 0 for a model without any, or if the batches reached none.
 
-    Raises:
-        TypeError, ValueError: as `calibrate` does for what it cannot read.
-
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     >>> reestimate_batch_norm(model, [torch.randn(64, 4) + 5])
     1

@@ -3,24 +3,44 @@
 import copy
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from qat.collectives import of_all_ranks, reshard, this_rank_alone
+from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import check_own_twins, check_parts, traced_parts
 from qat.quantizer import Quantizer, RangeObserver
+from qat.text import some
 
 log = logging.getLogger("qat")
 
 
+class Step(Protocol):
+    """What `calibrate` can do besides finding ranges; `qat.post_training` has those that are published."""
+
+    @property
+    def before_ranges(self) -> bool:
+        """Whether it comes before the ranges are found, since they depend on it."""
+
+    def run(self, model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> str:
+        """Change the model's weights, biases or statistics in place, so that it answers as the original does with its
+        quantizers off: a copy from before the steps behind the ranges. Return what was done, in a sentence."""
+
+
 def calibrate(
-    model: nn.Module, batches: Iterable[Batch], limit: int | None = None, *, only_missing: bool = False
+    model: nn.Module,
+    batches: Iterable[Batch],
+    limit: int | None = None,
+    *,
+    only_missing: bool = False,
+    steps: Sequence[Step] = (),
 ) -> None:
     """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
@@ -29,7 +49,7 @@ def calibrate(
     ranges stay (`freeze_scales`), and the log says so; quantizers that are switched off get theirs. Train and eval
     flags are restored. At the end a fused training step is compared with a plain one on a slice of the first batch,
     see docs/speed.md. Under torch.distributed every rank may bring its own batches; all ranks end with the same
-    ranges, found on all values. If it raises, every range is as before.
+    ranges, found on all values. If it raises, the model is as before.
 
     Args:
         model: a prepared model, or one with quantized layers of your own.
@@ -40,12 +60,16 @@ def calibrate(
         limit: how many batches are read at most, of each rank; None: all.
         only_missing: leave the ranges that were calibrated before, and have learned since; their quantizers are on
             while the batches run.
+        steps: post-training steps, such as `[CrossLayerEqualization(), AdaRound(), BiasCorrection()]` of
+            `qat.post_training`, which change weights and biases without labels. They run in their order, those that
+            ranges depend on before the ranges are found. All batches stay in memory for them; under torch.distributed
+            rank 0 computes them, on its own batches. Each logs what it did, and its seconds.
 
     Raises:
         TypeError: if model is not an nn.Module, batches is not iterable, or a batch has an unsupported type.
-        ValueError: for a model without quantizers; without a batch; for a limit below 1; if the model does not run with
-            a batch; if a quantizer saw no value, or NaN or infinity (the first that did is named); if a twin of your
-            own (`register_twin`) evaluates otherwise than it trains.
+        ValueError: for a model without quantizers, or without a graph for steps; without a batch; for a limit below 1;
+            if the model does not run with a batch; if a quantizer saw no value, or NaN or infinity (the first that did
+            is named); if a twin of your own (`register_twin`) evaluates otherwise than it trains.
 
     >>> from qat import QuantLinear
     >>> layer = QuantLinear(4, 2)
@@ -53,6 +77,10 @@ def calibrate(
     >>> calibrate(layer, (torch.randn(16, 4) for _ in range(1000)), limit=8)
     """
     given = as_batches(calibrate, model, batches)
+    if steps:
+        if not traced_parts(model):
+            raise ValueError("calibrate: steps work on the graphs of qat.prepare, and this model has none")
+        given = list(itertools.islice(given, limit))
     quantizers = {
         name: module
         for name, module in model.named_modules()
@@ -64,7 +92,8 @@ def calibrate(
     ]  # fmt: skip
     if not quantizers and not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
-    with _unchanged_on_error(model), first_calls(traced_parts(model).values()) as calls:
+    with _unchanged_on_error(model, bool(steps)), first_calls(traced_parts(model).values()) as calls:
+        _take(model, given, [step for step in steps if step.before_ranges])
         with evaluating(model):  # weights first: activations are observed behind the weights that will be used
             for name, module in open_weights:
                 with _naming(f"weight of {name!r}"):
@@ -74,22 +103,36 @@ def calibrate(
         functions = [module for _, module in open_weights if isinstance(module, QuantFunction)]
         observers = _observe(model, quantizers, functions, given, limit)
         _set_ranges(_not_frozen(model, quantizers), observers)
+        _take(model, given, [step for step in steps if not step.before_ranges])
     with this_rank_alone():  # the others may have no batches
         check_own_twins(model, calls)
         check_parts(model, calls)
     reshard(model)  # an optimizer may be created next
 
 
+def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None:
+    """Run these steps, on rank 0 for all."""
+    if not steps:
+        return
+    original = copy.deepcopy(model)
+    for step in steps if rank() == 0 else ():
+        began = time.perf_counter()
+        with this_rank_alone():
+            done = step.run(model, original, batches)
+        log.info("calibrate: %s: %s (%.1f s)", type(step).__name__, done, time.perf_counter() - began)
+    take_from_first(model)
+
+
 @contextmanager
-def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """A context that gives every quantizer its state back if the block raises."""
-    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
-    states = [copy.deepcopy(quantizer.state_dict()) for quantizer in quantizers]
+def _unchanged_on_error(model: nn.Module, weights: bool) -> Iterator[None]:
+    """A context that gives every quantizer, or the whole model, its state back if the block raises."""
+    changed = [model] if weights else [module for module in model.modules() if isinstance(module, Quantizer)]
+    states = [copy.deepcopy(module.state_dict()) for module in changed]
     try:
         yield
     except BaseException:
-        for quantizer, state in zip(quantizers, states, strict=True):
-            quantizer.load_state_dict(state)
+        for module, state in zip(changed, states, strict=True):
+            module.load_state_dict(state)
         raise
 
 
@@ -120,11 +163,12 @@ def _observe(
 
 def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tuple[str, Quantizer]]:
     """Those whose range is to be set; the log names the others, weights included."""
-    frozen = [name for name, module in model.named_modules() if isinstance(module, Quantizer) and module.is_frozen]
+    own = {name: each for name, each in model.named_modules() if isinstance(each, Quantizer) and not each.is_fixed}
+    frozen = [name for name, each in own.items() if each.is_frozen]
     if frozen:
         log.warning(
-            "calibrate: %d frozen ranges stay as they are (%s%s); qat.freeze_scales(model, False) lets them go",
-            len(frozen), ", ".join(frozen[:3]), " ..." if len(frozen) > 3 else "",
+            "calibrate: %d frozen ranges stay as they are (%s); qat.freeze_scales(model, False) lets them go",
+            len(frozen), some(frozen),
         )  # fmt: skip
     return [(name, quantizer) for name, quantizer in quantizers.items() if not quantizer.is_frozen]
 

@@ -60,6 +60,13 @@ def summed(mine: Tensor) -> Tensor:
     return total
 
 
+@torch.no_grad()
+def take_from_first(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    for tensor in (*model.parameters(), *model.buffers()) if rank_count() > 1 else ():
+        dist.broadcast(tensor, src=0)
+
+
 def is_sharded(x: Tensor) -> bool:
     """Whether every rank holds a part of the tensor, as FSDP2 leaves parameters outside of their layer's call."""
     return hasattr(x, "full_tensor")
@@ -72,10 +79,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 drop the weights that it has put together, before parts of them are read or written.
-
-    After a forward without a backward it keeps the outermost group's, and would compute with these.
-    """
+    """Let FSDP2 drop weights that it put together and kept, before parts of them are read or written."""
     for module in model.modules():
         if hasattr(type(module), "reshard"):
             module.reshard()  # type: ignore[operator]

@@ -63,11 +63,7 @@ def call_with(model: nn.Module, examples: Examples) -> Any:
 
 
 def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Examples:
-    """Example inputs by argument name of forward, on the model's device.
-
-    Raises:
-        ValueError: if forward does not take them.
-    """
+    """Example inputs by argument name of forward, on the model's device; a ValueError if it does not take them."""
     try:
         return bind_arguments(model, *as_arguments(moved_to(model_device(model), example_inputs)))
     except (TypeError, NotImplementedError) as error:  # the latter for inputs on the meta device
@@ -75,11 +71,7 @@ def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Exampl
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:
-    """Arguments by the names that forward gives them.
-
-    Raises:
-        TypeError: if forward does not take them, or takes any number of them (*args).
-    """
+    """Arguments by the names that forward gives them; a TypeError if it does not take them, or any number (*args)."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     for parameter in bound.signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in bound.arguments:
@@ -137,11 +129,7 @@ def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
 
 
 def run_batch(caller: str, model: nn.Module, inputs: Any) -> Any:
-    """The model's output for the inputs of a batch, moved to its device.
-
-    Raises:
-        ValueError: if the model does not run with them; for a tensor of floats the model's own error.
-    """
+    """The model's output for a batch's inputs, moved to its device; its own error only for a tensor of floats."""
     try:
         return call_model(model, inputs)
     except Exception as error:  # of the user's own code

@@ -53,11 +53,7 @@ class NotFiniteError(ValueError):
 
 
 def require_finite(values: Tensor, caller: str = "") -> None:
-    """Refuse values from which no range can be found.
-
-    Raises:
-        ValueError: if a value is NaN or infinite.
-    """
+    """Refuse values from which no range can be found, since one is NaN or infinite."""
     if not bool(torch.isfinite(values).all()):
         raise NotFiniteError(f"{caller}the values hold NaN or infinity")
 

@@ -263,10 +263,7 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
 
 
 class ScopedRecipe:
-    """A recipe for the graph at a path of the model, whose layers have their names in the graph.
-
-    `first` and `last` are its first and last layer in the order of execution; "" until that is known.
-    """
+    """A recipe for the graph at a path of the model; `first` and `last` name its layers at both ends, "" if unknown."""
 
     first = last = ""
 

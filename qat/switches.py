@@ -86,14 +86,10 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     An optimizer may keep the frozen parameters: without a gradient it leaves them alone.
 
     Args:
-        model: a prepared model, or any module that holds quantizers.
         frozen: False: let ranges learn, or follow the data, again.
 
     Returns:
-        How many quantizers there are.
-
-    Raises:
-        ValueError: if there is none.
+        How many quantizers there are; a ValueError without any.
 
     >>> from qat import QuantLinear
     >>> layer = QuantLinear(4, 2)

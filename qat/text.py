@@ -31,6 +31,20 @@ def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
     ]
 
 
+def plural(count: int, noun: str) -> str:
+    """'1 slot', '2 slots'."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three names, and how many there are.
+
+    >>> some(["a", "b"]), some(["a", "b", "c", "d"])
+    ('a, b', 'a, b, c and 1 more')
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callable[[str], str] = str) -> str:
     """A question that offers the most similar known names; "" if none is similar. Case does not matter.
 

@@ -6,6 +6,9 @@ counts them, and says in a sentence what is missing if torch changes or removes 
 
 import importlib
 import threading
+import warnings
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -79,6 +82,7 @@ def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
+UNSAFE_VIEW_OPERATOR = torch.ops.aten._unsafe_view
 BILINEAR_OPERATOR = torch.ops.aten._trilinear
 CUDNN_RECURRENT_OPERATOR = torch.ops.aten._cudnn_rnn
 CPU_ATTENTION_OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -87,6 +91,14 @@ CPU_ATTENTION_OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention_for_
 def writes_to_arguments(operator: Any) -> bool:
     """Whether an operator (an overload, as a TorchDispatchMode sees it) works in place or has an `out`."""
     return bool(operator._schema.is_mutable)
+
+
+def decomposed_operators() -> Any:
+    """`torch.ops.quantized_decomposed`, which an import defines, with a warning of torch's own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch.ao.quantization.fx._decomposed")
+    return torch.ops.quantized_decomposed
 
 
 # ---- tensors ----
@@ -101,6 +113,11 @@ def storage_id(x: Tensor) -> int:
 def version_of(x: Tensor) -> int:
     """How often a tensor was written to in place."""
     return x._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """`version_of` many tensors, quickly."""
+    return [*map(attrgetter("_version"), tensors)]
 
 
 # ---- modules ----

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat.analysis.table import layers_in_order
 from qat.contexts import evaluating
-from qat.inputs import expect_model
+from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_batch
+from qat.kernels import plain_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.switches import named_quantizers, switched
@@ -61,13 +62,60 @@ def sensitivity(
         for part, on in parts.items():
             jobs.append((part, on, results["layers"][-1]["only"]))
             jobs.append((part, [each for each in every if each not in on], results["layers"][-1]["all_but"]))
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), plain_formulas():  # an integer program for each state would not pay
         for key, on, into in progress(jobs):
             with switched(every, True), switched(on, False):
                 into[key] = evaluate(model)
     for scores in (row[side] for row in results["layers"] for side in ("only", "all_but")):
         scores.setdefault("both", next(iter(scores.values())))
     return results
+
+
+def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+    """How far the answers are from float with only one layer quantized, for each layer, without labels.
+
+        loss = mean over images of KL(softmax(float logits) || softmax(logits))
+
+    Args:
+        model: a classifier from `prepare`, calibrated; its modes and switches are put back.
+        batches: as for `calibrate`; a few hundred images order the layers.
+
+    Returns:
+        The loss of each layer, in nats, in the order in which they run; `qat.allocate` takes those of several widths.
+
+    Raises:
+        ValueError: if no quantizer is in use, or a batch does not fit.
+
+    >>> import qat
+    >>> recipe = qat.QuantRecipe(overrides={"1": {"weight": {"bits": 2}}})
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), recipe)
+    >>> x = torch.randn(64, 8)
+    >>> qat.calibrate(model, [x])
+    >>> losses = layer_losses(model, [x])
+    >>> losses["1"] > losses["0"]
+    True
+    """
+    given = [inputs_and_labels("layer_losses", batch)[0] for batch in as_batches(layer_losses, model, batches)]
+    every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
+    if not every:
+        raise ValueError("layer_losses: the model has no quantizer in use; call qat.prepare first")
+    losses = {}
+    with evaluating(model), torch.no_grad(), plain_formulas():
+        with switched(every, True):
+            expected = [_log_shares(model, inputs) for inputs in given]
+        for name, parts in operands_of(model).items():
+            if isinstance(model.get_submodule(name), QuantLayer):
+                on = parts.get("both") or next(iter(parts.values()))
+                with switched(every, True), switched(on, False):
+                    found = [_log_shares(model, inputs) for inputs in given]
+                off = [(y.exp() * (y - z)).sum(1) for y, z in zip(expected, found, strict=True)]
+                losses[name] = float(torch.cat(off).mean())
+    return losses
+
+
+def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
+    """The logarithms of the classes' probabilities, in double precision: small losses are differences of these."""
+    return torch.log_softmax(run_batch("layer_losses", model, inputs).double(), 1)
 
 
 def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:

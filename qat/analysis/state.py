@@ -14,9 +14,6 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
     The opposite direction needs no function: `prepared.load_state_dict(float_model.state_dict(), strict=False)` misses
     only quantizers and finds no unexpected key. Call `calibrate` afterwards.
 
-    Args:
-        model: a prepared model, or any module that holds quantized layers.
-
     >>> import qat
     >>> sorted(float_state_dict(qat.QuantLinear(4, 2)))
     ['bias', 'weight']

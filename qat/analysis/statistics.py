@@ -41,9 +41,6 @@ def quantizer_statistics(model: nn.Module, batch: Batch) -> dict[str, dict[str, 
         By the quantizer's name in the model, the shares (0 to 1) and `sqnr`; without quantizers that are switched off
         or that the batch did not reach.
 
-    Raises:
-        TypeError, ValueError: as `calibrate` does for what it cannot read.
-
     >>> import qat
     >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)))
     >>> x = torch.randn(64, 8)

@@ -17,7 +17,7 @@ from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, 
 from qat.preparation.swapping import call_own_quantizers
 from qat.quantizer import Quantizer
 from qat.targets import TargetProfile
-from qat.text import table
+from qat.text import plural, some, table
 from qat.torch_internals import AnyBatchNorm
 from qat.tracing.nodes import constant_nodes, submodule_of
 from qat.tracing.side_effects import UntraceableError
@@ -94,7 +94,7 @@ def _verdicts(model: nn.Module) -> Iterator[str]:
         off = sum(isinstance(module, Quantizer) and module.is_disabled for module in graph_module.modules())
         verdict = next(reversed(vars(graph_module).get(VERDICTS, {}).values()), None)
         if off:
-            yield f"{name} has {_plural(off, 'quantizer')} switched off; qat.explain says how it trains now"
+            yield f"{name} has {plural(off, 'quantizer')} switched off; qat.explain says how it trains now"
         elif verdict is not None:
             yield f"{name} {verdict}"
 
@@ -190,13 +190,9 @@ def _counts(model: nn.Module, in_float: int) -> str:
     learned = sum(parameter.numel() for quantizer in quantizers for parameter in quantizer.parameters())
     rest = sum(parameter.numel() for parameter in model.parameters()) - learned
     return (
-        f"{_plural(layers, 'quantized layer')}, {_plural(activations, 'activation quantizer')},"
-        f" {_plural(in_float, 'layer')} in float; {rest:,} float parameters, {learned:,} quantizer parameters"
+        f"{plural(layers, 'quantized layer')}, {plural(activations, 'activation quantizer')},"
+        f" {plural(in_float, 'layer')} in float; {rest:,} float parameters, {learned:,} quantizer parameters"
     )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def float_results(model: nn.Module) -> list[str]:
@@ -221,10 +217,7 @@ def float_results(model: nn.Module) -> list[str]:
 
 
 def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool = False) -> Iterator[bool]:
-    """For each reader of a result, behind norms and ReLUs: whether the result is not read as it is by a quantizer.
-
-    An output of the model is no such reader: `prepare` leaves it in float too.
-    """
+    """For each reader of a result, behind norms and ReLUs: whether it is no quantizer of the same values."""
     for reader, _ in readings(node, graph_module):
         module = submodule_of(graph_module, reader)
         if is_relu(reader, graph_module) or isinstance(module, AnyBatchNorm):
@@ -235,9 +228,8 @@ def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool
 
 def said_of(names: list[str]) -> str:
     """A sentence about `float_results`, with the way out."""
-    named = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     return (
-        f"{named} {'computes' if len(names) == 1 else 'compute'} in float in an exported file, since no quantizer reads"
-        " the result right behind norm and activation; qat.prepare(model) keeps your layers with their ranges, and"
-        " places what is missing"
+        f"{some(names)} {'computes' if len(names) == 1 else 'compute'} in float in an exported file, since no quantizer"
+        " reads the result right behind norm and activation; qat.prepare(model) keeps your layers with their ranges,"
+        " and places what is missing"
     )

@@ -1,5 +1,6 @@
 """How fast the integer model is beside float in the same runtime: latency by batch size and threads, and sizes.
 
+In LiteRT and TensorFlow Lite Micro the integer model alone is measured.
 The integer model runs as its answers are proven. Where the runtime's default session multiplies otherwise (x86 without
 VNNI), it has a second row, with the share of a batch of validation images for which it predicts the same.
 """
@@ -18,23 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from qat.cli.runs import (
-    RUNTIMES,
-    Run,
-    Session,
-    add_overrides,
-    add_run,
-    check_folder_of,
-    count,
-    counts,
-    open_file,
-    open_run,
-)
+from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, count, counts, open_run
+from qat.cli.runtimes import RUNTIMES, Session, default_differs, open_file
 from qat.export.onnx.program import quiet_export
-from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import first_line, table
 from qat.training.errors import UserError
-from qat.training.run.folder import LATENCY
+from qat.training.run.folder import LATENCY, MODEL
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
 
@@ -49,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `benchmark`."""
     add_run(parser)
     add_overrides(parser)
-    parser.add_argument("--runtime", choices=tuple(RUNTIMES), default="onnxruntime", help="default: onnxruntime")
+    parser.add_argument("--runtime", choices=tuple(RUNTIMES), help="default: onnxruntime, or litert for a .tflite")
     parser.add_argument(
         "--batch", type=counts, metavar="N,N", help="batch sizes; default: 1,16, or the only one that the file takes"
     )
@@ -62,12 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Measure, turn by turn, and print the table."""
     opened = open_run(given.run_path, given.model)
+    given.runtime = given.runtime or (opened.runtime if opened.runtime in RUNTIMES else "onnxruntime")
     _check_outputs(given)
     batches = _batches(opened, given)
-    agreement = {} if default_is_exact() else {DEFAULT: _agreement(opened, given)}
+    agreement = {DEFAULT: _agreement(opened, given)} if default_differs(given.runtime) else {}
     with tempfile.TemporaryDirectory(prefix="qat_benchmark_") as folder:
-        models = {"integers": opened.onnx, **dict.fromkeys(agreement, opened.onnx)}
-        if opened.path.is_dir():
+        models = dict.fromkeys(("integers", *agreement), opened.file(given.runtime))
+        if opened.path.is_dir() and RUNTIMES[given.runtime].file == MODEL:
             models["float"] = _float_file(opened, Path(folder) / "float.onnx")
         rows = []
         for threads in given.threads:
@@ -79,7 +70,7 @@ def run(given: argparse.Namespace) -> int:
         sizes = {name: path.stat().st_size for name, path in models.items() if name != DEFAULT}
     rows = [{**row, "agreement": agreement.get(row["model"])} for row in rows]
     results = {"rows": rows, "bytes": sizes, "runtime": given.runtime, **_machine(given.runtime)}
-    print("\n".join(_shown(results, RUNTIMES[given.runtime])))
+    print("\n".join(_shown(results, RUNTIMES[given.runtime].title)))
     opened.keep(LATENCY, results)
     if given.json:
         Path(given.json).expanduser().write_text(json.dumps(results, indent=1) + "\n")
@@ -90,11 +81,12 @@ def run(given: argparse.Namespace) -> int:
 
 def _batches(opened: Run, given: argparse.Namespace) -> list[int]:
     """The batch sizes to measure: those asked for, or what fits the file."""
-    only = open_file(opened.onnx, given.runtime).shape[0]
+    path = opened.file(given.runtime)
+    only = open_file(path, given.runtime).shape[0]
     if not only:
         return given.batch or [1, 16]
     if given.batch not in (None, [only]):
-        raise UserError(f"--batch: {opened.onnx} takes batches of {only} alone; leave --batch out")
+        raise UserError(f"--batch: {path} takes batches of {only} alone; leave --batch out")
     return [only]
 
 
@@ -174,7 +166,7 @@ def _shown(results: dict[str, Any], runtime: str) -> list[str]:
 
 def _machine(runtime: str) -> dict[str, str]:
     return {
-        runtime: version(runtime),
+        runtime: version(RUNTIMES[runtime].package),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -4,13 +4,13 @@ import argparse
 import logging
 
 import qat
-from qat.cli import benchmark, compare, evaluate, export, predict, report, sensitivity, train, verify
+from qat.cli import benchmark, bits, compare, evaluate, export, lint, predict, report, sensitivity, train, verify
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
 VERBS = {
     each.__name__.rpartition(".")[2]: each
-    for each in (train, report, predict, evaluate, verify, sensitivity, compare, benchmark, export)
+    for each in (train, report, predict, evaluate, verify, sensitivity, bits, compare, benchmark, export, lint)
 }
 """Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help, and
 `WAY_ON`, if it has that, says what a user does who was interrupted."""

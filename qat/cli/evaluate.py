@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.cli.runs import RUNTIMES, Engine, add_overrides, add_run, open_run, several
-from qat.export.onnxruntime.default_session import default_is_exact
+from qat.cli.runs import Engine, add_overrides, add_run, open_run, several
+from qat.cli.runtimes import RUNTIMES, default_differs
 from qat.text import table
 from qat.training.run.folder import EVALUATION
 from qat.training.run.logging import progress_bar
 from qat.training.run.report import noise_of
 
 EXAMPLE = "python -m qat evaluate runs/resnet_int8 --runtime torch,onnxruntime"
-CHOICES = ("torch", "onnxruntime", "float", "openvino")
+CHOICES = ("torch", "onnxruntime", "float", *list(RUNTIMES)[1:])
 DEFAULT = CHOICES[:3]
 
 
@@ -38,9 +38,8 @@ def run(given: argparse.Namespace) -> int:
     """Print the table."""
     opened = open_run(given.run_path, given.model)
     data = opened.data(given.overrides)
-    asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has_onnx]
-    twice = () if default_is_exact() else tuple(RUNTIMES)
-    ways = [(name, exact) for name in asked for exact in ((True, False) if name in twice else (True,))]
+    asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has(name)]
+    ways = [(name, exact) for name in asked for exact in ((True, False) if default_differs(name) else (True,))]
     found = [
         _answers(f"{name}{'' if exact else ', default session'}", opened.engine(name, exact=exact), data.val)
         for name, exact in ways

@@ -2,14 +2,18 @@
 
 import argparse
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import fx
 
 import qat
 from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
+from qat.cli.verify import compared, is_other, sentences
+from qat.export.exporter import Format
+from qat.export.litert.firmware import arena_bytes, vela_estimate, write_c_array, write_multipliers
 from qat.export.onnx.operators import OPSET, OPSETS
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import about_model, export_metadata
@@ -19,38 +23,72 @@ from qat.training.run.proof import MIN_AGREEMENT, prove
 EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
 
 
+OPTIONS = {
+    "onnx": ("format", "exact_sums", "unpacked", "opset", "input", "output", "pixels"),
+    "litert": ("integer_ends", "four_bits", "c_array", "table", "vela"),
+}
+NEEDED = {
+    "target": ("ai_edge_litert", "ste-qat[litert]"),
+    "table": ("tflite_micro", "ste-qat[litert]"),
+    "vela": ("ethosu", "ethos-u-vela"),
+}
+ACCELERATORS = [f"ethos-{each}" for each in ("u55-32", "u55-64", "u55-128", "u55-256", "u65-256", "u65-512", "u85-256")]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `export`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--to", required=True, metavar="FILE", help="the file to write; an existing one is refused")
-    parser.add_argument("--exact-sums", action="store_true", help="add residual sums in float32, as torch does")
-    parser.add_argument("--unpacked", action="store_true", help="8 bits for weights of 4 and fewer, see export_onnx")
-    parser.add_argument(
-        "--opset", type=int, default=OPSET, metavar="N", help=f"{OPSETS[0]} to {OPSETS[-1]}; default: {OPSET}"
-    )
-    parser.add_argument("--input", metavar="NAME", help="name of the file's input")
-    parser.add_argument("--output", metavar="NAME", help="name of the file's output")
-    parser.add_argument(
+    parser.add_argument("--target", choices=tuple(OPTIONS), default="onnx", help="the kind of file; default: onnx")
+    parser.add_argument("--no-proof", action="store_true", help="do not run the file over the validation split")
+    onnx = parser.add_argument_group("with --target onnx")
+    onnx.add_argument("--format", choices=get_args(Format), help="default: qdq; see export_onnx; no proof of qonnx")
+    onnx.add_argument("--exact-sums", action="store_true", help="add residual sums in float32, as torch does")
+    onnx.add_argument("--unpacked", action="store_true", help="8 bits for weights of 4 and fewer, see export_onnx")
+    onnx.add_argument("--opset", type=int, metavar="N", help=f"{OPSETS[0]} to {OPSETS[-1]}; default: {OPSET}")
+    onnx.add_argument("--input", metavar="NAME", help="name of the file's input")
+    onnx.add_argument("--output", metavar="NAME", help="name of the file's output")
+    onnx.add_argument(
         "--pixels", action="store_true", help="the file takes uint8 images (N, H, W, 3) and normalises them itself"
     )
-    parser.add_argument("--no-proof", action="store_true", help="do not run the file over the validation split")
+    litert = parser.add_argument_group("with --target litert, a .tflite file of batches of 1")
+    litert.add_argument("--integer-ends", action="store_true", help="int8 inputs and outputs, without float32")
+    litert.add_argument("--four-bits", action="store_true", help="pack weights of 4 bits and fewer, see export_litert")
+    litert.add_argument("--c-array", action="store_true", help="also write the file as C beside it, .c and .h")
+    litert.add_argument("--table", metavar="FILE", help="also write the kernels' int32 multipliers and shifts as CSV")
+    litert.add_argument("--vela", choices=ACCELERATORS, help="also estimate cycles and SRAM, by Arm's ethos-u-vela")
 
 
 def run(given: argparse.Namespace) -> int:
     """Export, then prove; 1 if the proof fails."""
     opened, path = open_run(given.run_path, given.model), Path(given.to).expanduser()
-    if path.exists():
-        raise UserError(f"--to: '{path}' exists; choose another name, or remove it")
+    litert = given.target == "litert"
+    for name in OPTIONS["onnx" if litert else "litert"]:
+        if getattr(given, name) not in (None, False):
+            raise UserError(f"--{name.replace('_', '-')}: is no option of --target {given.target}; leave it out")
+    for name, (module, package) in NEEDED.items():
+        if litert and getattr(given, name) and find_spec(module) is None:
+            raise UserError(f"--{name}: {module} is not installed; pip install {package}")
+    for file in (path, *(path.with_suffix(end) for end in (".c", ".h") if given.c_array)):
+        if file.exists():
+            raise UserError(f"--to: '{file}' exists; choose another name, or remove it")
     check_folder_of("--to", path)
+    if given.table:
+        check_folder_of("--table", Path(given.table).expanduser())
+    return (_export_litert if litert else _export_onnx)(given, opened, path)
+
+
+def _export_onnx(given: argparse.Namespace, opened: Run, path: Path) -> int:
     model = opened.quantized
     assert isinstance(model, fx.GraphModule)
-    data = None if given.no_proof else opened.data(given.overrides)
+    data = None if given.no_proof or given.format == "qonnx" else opened.data(given.overrides)
     size, kept = opened.config.data.image_size, opened.transform.preprocessing
     options = {
+        "format": given.format or "qdq",
         "exact_sums": given.exact_sums,
         "packed": not given.unpacked,
-        "opset": given.opset,
+        "opset": OPSET if given.opset is None else given.opset,
         "normalization": (kept.mean, kept.std) if given.pixels else None,
         "input_names": None if given.input is None else [given.input],
         "output_names": None if given.output is None else [given.output],
@@ -59,7 +97,7 @@ def run(given: argparse.Namespace) -> int:
         qat.export_onnx(model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), **options)
     print(f"{path}: {path.stat().st_size:,} bytes")
     if data is None:
-        print("not proven (--no-proof)")
+        print("not proven (--no-proof)" if given.no_proof else "not proven: ONNX Runtime has no operator Quant")
         return 0
     if given.pixels:
         return _prove_pixels(opened, path, data.val)
@@ -69,6 +107,42 @@ def run(given: argparse.Namespace) -> int:
     if problem:
         print(f"{path}: {problem}")
     return int(bool(problem))
+
+
+def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
+    model, size = opened.quantized, opened.config.data.image_size
+    data = None if given.no_proof else opened.data(given.overrides)
+    ends, bits = given.integer_ends, given.four_bits
+    with value_errors_reported():
+        example = torch.zeros(1, 3, size, size)
+        qat.export_litert(model, path, example, integer_ends=ends, four_bits=bits, metadata=_metadata(opened))
+    print(f"{path}: {path.stat().st_size:,} bytes")
+    _for_firmware(given, path)
+    if data is None:
+        print("not proven (--no-proof)")
+        return 0
+    found, layers = compared(path, model, data.val, "litert")
+    print("\n".join(sentences(found, layers, "litert")))
+    if not is_other(found, layers, "litert"):
+        return 0
+    print(f"{path}: it is NOT the trained model; do not deploy it")
+    return 1
+
+
+def _for_firmware(given: argparse.Namespace, path: Path) -> None:
+    """What else is asked for: C sources, the table of multipliers with the arena, and vela's estimate."""
+    content = path.read_bytes()
+    if given.c_array:
+        name = write_c_array(content, path)
+        print(f"{path.with_suffix('.c')}, {path.with_suffix('.h')}: {name}[{len(content)}]")
+    if given.table:
+        write_multipliers(content, Path(given.table).expanduser())
+        print(f"arena: {arena_bytes(content):,} bytes in TensorFlow Lite Micro, with pointers of 64 bits")
+    if given.vela:
+        with value_errors_reported("--vela: "):
+            found = vela_estimate(path, given.vela)
+        memory = f"{found['SRAM']:,.1f} KiB of SRAM, {found['flash']:,.1f} KiB of flash"
+        print(f"{given.vela}: {found['cycles']:,.0f} cycles, {memory}, by vela's estimate")
 
 
 def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qat.cli.runs import add_run, count, open_run
+from qat.cli.runtimes import RUNTIMES
 from qat.text import table
 from qat.training.data.images import read_picture
 from qat.training.errors import problems_of
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a picture file")
     parser.add_argument("--top", type=count, default=5, metavar="N", help="classes to show; default: 5")
     parser.add_argument(
-        "--runtime", choices=("torch", "onnxruntime", "openvino"), help="default: onnxruntime, if there is a file"
+        "--runtime", choices=("torch", *RUNTIMES), help="default: onnxruntime, or litert, if there is a file"
     )
     parser.add_argument("--compare", action="store_true", help="show the float model's scores beside them")
     parser.add_argument("--json", action="store_true", help="write JSON: file, runtime and scores by class")
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print a table for each picture."""
     opened = open_run(given.run_path, given.model)
-    chosen = given.runtime or ("onnxruntime" if opened.has_onnx else "torch")
+    chosen = given.runtime or opened.runtime
     runtimes = [chosen, *(["float"] if given.compare else [])]
     engines = {runtime: opened.engine(runtime) for runtime in runtimes}
     found = []

@@ -1,7 +1,6 @@
-"""What RUN names: the folder of a run of train.py, or a model.onnx; its engines; arguments that several verbs share."""
+"""What RUN names: the folder of a run of train.py, or its file; its engines; arguments that several verbs share."""
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -12,17 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export.onnxruntime.default_session import needs_option
-from qat.export.onnxruntime.session import open_session
-from qat.text import first_line
+from qat.cli.runtimes import RUNTIMES, TFLITE, notes_of, open_file
 from qat.training.config.file import load_config
-from qat.training.config.schema import RunConfig
+from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
@@ -34,78 +29,17 @@ from qat.training.run.checkpoint import preprocessing_of
 from qat.training.run.files import write_text
 from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary
 
-Array = npt.NDArray[Any]
+WRITERS = {
+    MODEL: "train.py writes it with resume=auto export.onnx=true",
+    TFLITE: "python -m qat export {0} --target litert --to {0}/model.tflite writes it",
+}
 
-RUNTIMES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
-"""What `--runtime` calls them, and their names."""
-
-EXACT_IN_OPENVINO = ("LP_TRANSFORMS_MODE", "NO")
-"""Property of OpenVINO's CPU plugin: compute on floats that lie on the grids. Its integer kernels (oneDNN's) add pairs
-of products in 16 bits on x86 without VNNI, as ONNX Runtime's do, and it has no others."""
-
-
-@dataclass(frozen=True)
-class Session:
-    """A file of one input of images: its shape (0 for a free axis), whether it takes uint8 pixels, and how it runs."""
-
-    shape: tuple[int, ...]
-    pixels: bool
-    run: Callable[[Array], Array]
-
-
-def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0) -> Session:
-    """A session on the CPU; without `exact` it multiplies as the runtime does by default. `threads` 0: its choice."""
-    import onnx
-
-    try:
-        compute = (_in_openvino if runtime == "openvino" else _in_onnxruntime)(path, exact, threads)
-        inputs = [end.type.tensor_type for end in onnx.load(path).graph.input]
-        kinds = [np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.elem_type)).name for each in inputs]
-    except ImportError:
-        raise UserError(f"--runtime: {runtime} is not installed; pip install {runtime}") from None
-    except Exception as error:  # each runtime has its own
-        raise UserError(f"{path}: {RUNTIMES[runtime]} does not open it: {first_line(error)}") from error
-    shapes = [tuple(axis.dim_value for axis in each.shape.dim) for each in inputs]
-    if kinds not in (["float32"], ["uint8"]) or len(shapes[0]) != 4:
-        named = " and ".join(f"{len(shape)}-D {kind}" for kind, shape in zip(kinds, shapes, strict=True))
-        raise UserError(f"{path}: takes {named}; this is for files of one input of images, 4-D float32 or uint8")
-
-    def run(images: Array) -> Array:
-        try:
-            return compute(images)
-        except Exception as error:
-            raise UserError(f"{path}: does not run with images {images.shape}: {first_line(error)}") from error
-
-    return Session(shapes[0], kinds == ["uint8"], run)
-
-
-def _in_onnxruntime(path: Path, exact: bool, threads: int) -> Callable[[Array], Array]:
-    session = open_session(path.read_bytes(), exact=exact, threads=threads)
-    name = session.get_inputs()[0].name
-    return lambda images: np.asarray(session.run(None, {name: images})[0])
-
-
-def _in_openvino(path: Path, exact: bool, threads: int) -> Callable[[Array], Array]:
-    options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}  # bfloat16 by default where the processor has it
-    options |= dict([EXACT_IN_OPENVINO]) if exact and needs_option() else {}
-    options |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
-    compiled = _core().compile_model(str(path), "CPU", options)
-    return lambda images: np.array(compiled(images)[0])
-
-
-@functools.cache
-def _core() -> Any:
-    """One for the process: where two end in the order in which they began, the next signal (Ctrl-C) is a crash."""
-    import openvino
-
-    return openvino.Core()
+HINT = "or a model.onnx or model.tflite"
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN, and who builds its float model if that is the user's own."""
-    parser.add_argument(
-        "run_path", metavar="RUN", help="a run folder of train.py, or a model.onnx where that is enough"
-    )
+    parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
     parser.add_argument(
         "--model", metavar="PACKAGE.MODULE:CALLABLE", help="builds the float model, for runs of a model of your own"
     )
@@ -155,7 +89,7 @@ Engine: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or a file of `export_onnx` alone; `builder` names the user's own float model, where needed."""
+    """A run folder, or its exported file alone; `builder` names the user's own float model, where needed."""
 
     path: Path
     builder: str | None = None
@@ -169,20 +103,26 @@ class Run:
             )
         return self.path
 
-    @property
-    def onnx(self) -> Path:
-        """The integer model; a UserError if the folder has none."""
-        if not self.has_onnx:
+    def file(self, runtime: str) -> Path:
+        """The integer model that a runtime reads; a UserError if there is none."""
+        name = RUNTIMES[runtime].file
+        if not self.path.is_dir() and self.path.suffix != Path(name).suffix:
+            raise UserError(f"--runtime: {runtime} reads {Path(name).suffix} files, and RUN is '{self.path}'")
+        if not self.has(runtime):
             raise UserError(
-                f"RUN: '{self.path}' has no {MODEL}; train.py writes it with resume=auto export.onnx=true, or use"
-                " --runtime torch"
+                f"RUN: '{self.path}' has no {name}; {WRITERS[name].format(self.path)}, or use --runtime torch"
             )
-        return self.path / MODEL if self.path.is_dir() else self.path
+        return self.path / name if self.path.is_dir() else self.path
+
+    def has(self, runtime: str) -> bool:
+        """Whether there is an integer model for a runtime."""
+        name = RUNTIMES[runtime].file
+        return (self.path / name).is_file() if self.path.is_dir() else self.path.suffix == Path(name).suffix
 
     @property
-    def has_onnx(self) -> bool:
-        """Whether there is an integer model."""
-        return not self.path.is_dir() or (self.path / MODEL).is_file()
+    def runtime(self) -> str:
+        """What runs it by default: the first that reads its file, or torch if there is none."""
+        return next((name for name in RUNTIMES if self.has(name)), "torch")
 
     @cached_property
     def config(self) -> RunConfig:
@@ -211,9 +151,8 @@ class Run:
     @cached_property
     def about(self) -> dict[str, Any]:
         """What the file or the summary says of classes and preprocessing."""
-        if self.has_onnx:
-            noted = open_session(self.onnx.read_bytes()).get_modelmeta().custom_metadata_map
-            about = {key: json.loads(text) for key, text in noted.items()}
+        if self.runtime != "torch":
+            about = notes_of(self.file(self.runtime))
         else:
             about = (read_summary(self.folder) or {}).get("about", {})
         if "classes" not in about and (self.folder / LAST_CHECKPOINT).is_file():
@@ -225,7 +164,7 @@ class Run:
     def engine(self, runtime: str, *, exact: bool = True) -> Engine:
         """The model in a runtime; `float` is the float model before QAT, in torch. `exact` is as for `open_file`."""
         if runtime in RUNTIMES:
-            session = open_file(self.onnx, runtime, exact=exact)
+            session = open_file(self.file(runtime), runtime, exact=exact)
 
             def run(images: Tensor) -> Tensor:
                 given = self.as_pixels(images) if session.pixels else images.contiguous()
@@ -249,11 +188,15 @@ class Run:
         load_weights(model, str(file), self.config.model.name, "RUN")
         return model.eval()
 
-    def calibrated(self, data: Data) -> nn.Module:
-        """The model as QAT began with it: the float weights on grids, with ranges from training images."""
-        model = prepare_model(self.float_model, self.config, data.image_shape)
+    def calibrated(self, data: Data, changed: QuantizationConfig | None = None) -> nn.Module:
+        """The model as QAT began with it: the float weights on grids, the run's or others, with ranges from training
+        images."""
+        given = changed or self.config.quantization
+        config = self.config.model_copy(update={"quantization": given})
+        model = prepare_model(self.float_model, config, data.image_shape)
         with value_errors_reported("RUN: "):
-            qat.calibrate(model, data.calibration(self.config.quantization.calibration_batches))
+            steps = [step.build() for step in given.calibration_steps]
+            qat.calibrate(model, data.calibration(given.calibration_batches), steps=steps)
         return model
 
     def keep(self, file: str, results: dict[str, Any]) -> None:
@@ -289,15 +232,11 @@ def open_run(path: str, builder: str | None = None) -> Run:
     """The run that the user names."""
     file = Path(os.path.expanduser(path))
     if not file.exists():
-        raise UserError(
-            f"RUN: '{path}' does not exist{looked_in(file)}; give a run folder of train.py, or a model.onnx"
-        )
+        raise UserError(f"RUN: '{path}' does not exist{looked_in(file)}; give a run folder of train.py, {HINT}")
     if file.is_dir() and not (file / RESOLVED_CONFIG).is_file():
-        raise UserError(
-            f"RUN: '{path}' has no {RESOLVED_CONFIG}; give the folder of a run of train.py, or a model.onnx"
-        )
-    if file.is_file() and file.suffix != ".onnx":
-        raise UserError(f"RUN: '{path}' is not an .onnx file; give the folder of a run of train.py, or a model.onnx")
+        raise UserError(f"RUN: '{path}' has no {RESOLVED_CONFIG}; give the folder of a run of train.py, {HINT}")
+    if file.is_file() and file.suffix not in (".onnx", ".tflite"):
+        raise UserError(f"RUN: '{path}' is no .onnx or .tflite file; give the folder of a run of train.py, {HINT}")
     return Run(file, builder)
 
 

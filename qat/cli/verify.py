@@ -1,28 +1,34 @@
-"""Whether model.onnx answers as the trained model: predictions, integers, and the first layer that differs."""
+"""Whether the file of a run answers as the trained model: predictions, integers, and the first layer that differs."""
 
 import argparse
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import qat
 from qat.cli.runs import Run, add_overrides, add_run, count, open_run
-from qat.export import LayerDifference, compare_layers, find_saturation
+from qat.cli.runtimes import RUNTIMES, notes_of, open_file
+from qat.export import LayerDifference, Verification, compare_layers, compare_litert_layers, find_saturation
 from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
-from qat.training.errors import value_errors_reported
+from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import state_digest
 from qat.training.run.proof import MIN_AGREEMENT
 
 EXAMPLE = "python -m qat verify runs/resnet_int8"
+COMPARED = [name for name in RUNTIMES if name != "openvino"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `verify`."""
     add_run(parser)
     add_overrides(parser)
+    parser.add_argument(
+        "--runtime", choices=COMPARED, default="onnxruntime", help="default: onnxruntime; others read model.tflite"
+    )
     parser.add_argument("--batches", type=count, metavar="N", help="validation batches to compare; default: all")
     parser.add_argument("--layers", action="store_true", help="show every layer that differs, not only the first")
     parser.add_argument(
@@ -31,37 +37,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what was compared; 1 if predictions differ in more than 0.5 %, or integers beyond near-ties."""
+    """Print what was compared; 1 if predictions differ in more than 0.5 %, or integers beyond what rounding does."""
+    if given.default_session and RUNTIMES[given.runtime].engine:
+        raise UserError(f"--default-session: is of ONNX Runtime; leave it out with --runtime {given.runtime}")
     opened = open_run(given.run_path, given.model)
     batches = FirstBatches(opened.data(given.overrides).val, given.batches)
-    model, default = opened.quantized, given.default_session
-    with value_errors_reported(f"{opened.onnx}: "):
-        found = qat.verify_onnx(opened.onnx, model, batches, default_session=default)
-        layers = compare_layers(opened.onnx, model, next(iter(batches))[0], default_session=default)
+    path, default = opened.file(given.runtime), given.default_session
+    found, layers = compared(path, opened.quantized, batches, given.runtime, default_session=default)
+    print("\n".join(sentences(found, layers, given.runtime)))
     differing = [layer for layer in layers if layer.differing]
-    top1 = (
-        f"; top1 {found.torch_top1:.2f} % in torch, {found.onnx_top1:.2f} % in ONNX Runtime" if found.torch_top1 else ""
-    )
-    print(f"predictions: {100 * found.agreement:.2f} % of {found.samples:,} are equal{top1}")
-    total = sum(layer.elements for layer in layers)
-    print(
-        f"integers: {sum(layer.differing for layer in layers):,} of {total:,} differ over {len(layers)} layers, each"
-        " computed from the same integers before it"
-    )
     if differing:
         _say_where(opened, given, next(iter(batches))[0], differing)
-    failed = any(layer.beyond_ties for layer in layers) or not found.agreement >= MIN_AGREEMENT
+    failed = is_other(found, layers, given.runtime)
     print("the file is NOT the trained model" if failed else "the file answers as the trained model")
     return int(failed)
 
 
+def compared(
+    path: Path, model: nn.Module, batches: Iterable[Any], runtime: str, *, default_session: bool = False
+) -> tuple[Verification, list[LayerDifference]]:
+    """Predictions over all batches, and the integers of every layer over the first."""
+    images, engine = next(iter(batches))[0], RUNTIMES[runtime].engine
+    open_file(path, runtime)  # refuses in a sentence
+    with value_errors_reported(f"{path}: "):
+        if engine:
+            found = qat.verify_litert(path, model, batches, engine=engine)
+            return found, compare_litert_layers(path, model, images, engine=engine)
+        found = qat.verify_onnx(path, model, batches, default_session=default_session)
+        return found, compare_layers(path, model, images, default_session=default_session)
+
+
+def sentences(found: Verification, layers: list[LayerDifference], runtime: str) -> list[str]:
+    """What was compared."""
+    title, first, second = RUNTIMES[runtime].title, found.torch_top1, found.onnx_top1
+    top1 = f"; top1 {first:.2f} % in torch, {second:.2f} % in {title}" if first else ""
+    differing, total = (sum(getattr(layer, key) for layer in layers) for key in ("differing", "elements"))
+    return [
+        f"predictions: {100 * found.agreement:.2f} % of {found.samples:,} are equal{top1}",
+        f"integers: {differing:,} of {total:,} differ over {len(layers)} layers, each computed from the same integers"
+        " before it",
+    ]
+
+
+def is_other(found: Verification, layers: list[LayerDifference], runtime: str) -> bool:
+    """Whether the file is not the trained model; LiteRT may round any sum to the neighbour."""
+    return any(_beyond(layer, runtime) for layer in layers) or not found.agreement >= MIN_AGREEMENT
+
+
+def _beyond(layer: LayerDifference, runtime: str) -> bool:
+    return layer.largest > 1 if RUNTIMES[runtime].engine else layer.beyond_ties > 0
+
+
 def _say_where(opened: Run, given: argparse.Namespace, images: Tensor, differing: list[LayerDifference]) -> None:
-    beyond = [layer for layer in differing if layer.beyond_ties]
+    beyond = [layer for layer in differing if _beyond(layer, given.runtime)]
     first = (beyond or differing)[0]
-    cause = probable_cause(opened, first, images, default_session=given.default_session)
+    cause = probable_cause(opened, first, images, given.runtime, default_session=given.default_session)
     levels = "level" if first.largest == 1 else "levels"
     print(
-        f"first layer {'beyond near-ties' if beyond else 'that differs'}: {first.name}, {first.differing:,} of"
+        f"first layer {'beyond rounding' if beyond else 'that differs'}: {first.name}, {first.differing:,} of"
         f" {first.elements:,} integers by at most {first.largest} {levels}\nprobable cause: {cause}"
     )
     if given.layers:
@@ -69,37 +102,44 @@ def _say_where(opened: Run, given: argparse.Namespace, images: Tensor, differing
         print("\n".join(["", *table([["layer", "differ", "beyond ties", "levels"], *rows], numbers=True)]))
 
 
-def probable_cause(opened: Run, layer: LayerDifference, images: Tensor, *, default_session: bool) -> str:
+def probable_cause(
+    opened: Run, layer: LayerDifference, images: Tensor, runtime: str = "onnxruntime", *, default_session: bool
+) -> str:
     """A sentence on what is behind the differences of the first layer that differs on these images."""
-    other = _other_weights(opened)
+    path = opened.file(runtime)
+    other = _other_weights(opened, path)
     if other:
         return other
+    engine = RUNTIMES[runtime].engine
+    in_floats = engine == "xnnpack" and not layer.beyond_ties  # XNNPACK scales the sums of products in float
+    if engine and not in_floats and not _beyond(layer, runtime):
+        return "fixed point: LiteRT's kernels round a sum or an integer on another grid twice, which torch does not"
     if not layer.beyond_ties:
         return (
             "near-ties: float32 sums in another order round a value that lies between two integers to the other one;"
             " any two runtimes do that"
         )
     if default_session and not default_is_exact():
-        layers = sum(bool(each.channels) for each in find_saturation(opened.onnx))
+        layers = sum(bool(each.channels) for each in find_saturation(path))
         return (
             f"this processor adds pairs of products in 16 bits (no VNNI), where {layers} layers may saturate; compare"
             " without --default-session, and see docs/targets.md for exact sessions and models"
         )
-    plain = {each.name: each for each in compare_layers(opened.onnx, opened.quantized, images, optimize=False)}
-    if not plain[layer.name].beyond_ties:
+    plain = [] if engine else compare_layers(path, opened.quantized, images, optimize=False)
+    if any(each.name == layer.name and not each.beyond_ties for each in plain):
         return (
             "an optimisation of ONNX Runtime: without its graph optimisation this layer is equal; try another version"
         )
     return "the file computes this layer otherwise; a rule or operation of your own? If not, please report it"
 
 
-def _other_weights(opened: Run) -> str:
+def _other_weights(opened: Run, path: Path) -> str:
     """That the file was exported from other weights than the checkpoint has; "" if it was not."""
-    if opened.about.get("state_sha256") in (None, state_digest(opened.quantized.state_dict())):
+    if notes_of(path).get("state_sha256") in (None, state_digest(opened.quantized.state_dict())):
         return ""
     return (
         "the file is of other weights than the checkpoint: it was written before or after them; the command of the run"
-        " with resume=auto exports again"
+        " with resume=auto exports model.onnx again, python -m qat export any other"
     )
 
 

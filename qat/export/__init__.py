@@ -1,24 +1,35 @@
-"""Deployment: integer ONNX files, and the proof that a file computes what its trained model does."""
+"""Deployment: integer files in ONNX and .tflite, and the proof that a file computes what its trained model does."""
 
 from qat.export.agreement import Verification
+from qat.export.converted import IntegerModel, convert
 from qat.export.exporter import export_onnx
-from qat.export.integers.following import LayerDifference
-from qat.export.integers.weights import IntegerArrays, integer_weights
+from qat.export.integer_weights import IntegerArrays, integer_weights
+from qat.export.lint.linting import Finding, lint_onnx
+from qat.export.litert.exporter import export_litert
+from qat.export.litert.verification import compare_litert_layers, verify_litert
 from qat.export.onnx.saturation import Saturation, find_saturation
 from qat.export.onnxruntime.ties import Differences, explain_differences
 from qat.export.onnxruntime.verification import compare_layers, optimized_operators, verify_onnx
+from qat.integers.following import LayerDifference
 
 __all__ = [
     "Differences",
+    "Finding",
     "IntegerArrays",
+    "IntegerModel",
     "LayerDifference",
     "Saturation",
     "Verification",
     "compare_layers",
+    "compare_litert_layers",
+    "convert",
     "explain_differences",
+    "export_litert",
     "export_onnx",
     "find_saturation",
     "integer_weights",
+    "lint_onnx",
     "optimized_operators",
+    "verify_litert",
     "verify_onnx",
 ]

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qat.integers.following import ROUNDING
+
 TOLERANCE = 0.01
 """How far a value may be off and count as equal, as a share of the range of the model's output: between two and three
 levels of an output with 8 bits."""
-
-ROUNDING = 1e-5
-"""How far a value may always be off, as a share of the output's largest magnitude: float32 sums in any order."""
 
 Pair = tuple[list[Tensor], list[Tensor], Tensor | None]
 """The outputs of the model and of the file for one batch, and its labels if there are any."""

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from qat.analysis.table import float_results, said_of
 from qat.collectives import is_sharded
 from qat.contexts import evaluating
-from qat.export.integers.frozen import CONTAINER_BITS
 from qat.inputs import Inputs, call_model, described, does_not_run
+from qat.integers.frozen import CONTAINER_BITS
+from qat.integers.grids import rounds_half_to_even
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
@@ -28,18 +29,18 @@ ROUNDS_OTHERWISE = (
 FLOAT32_BYTES = 4
 
 
-def check_exportable(model: nn.Module) -> None:
+def check_exportable(model: nn.Module, caller: str = "export_onnx") -> None:
     """Check that the model is one graph, and that it has integers; see `check_integers`."""
     if WHOLE_MODEL in vars(model).get(LEFT_IN_FLOAT, {}):
         raise ValueError(
-            f"export_onnx: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; export each part"
+            f"{caller}: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; export each part"
             f" ({', '.join(prepared_parts(model)) or 'there is none'}), see qat.preparation.parts.prepared_parts(model)"
             ", or take the reason away as docs/timm_and_huggingface.md does"
         )
-    check_integers(model, "export_onnx")
+    check_integers(model, caller)
     for name, quantizer in model.named_modules():
         if isinstance(quantizer, Quantizer) and not rounds_half_to_even(quantizer):
-            raise ValueError(f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} {ROUNDS_OTHERWISE}")
+            raise ValueError(f"{caller}: {name!r}: the rule {quantizer.spec.rule!r} {ROUNDS_OTHERWISE}")
 
 
 def check_integers(model: nn.Module, caller: str) -> None:
@@ -72,7 +73,7 @@ def check_integers(model: nn.Module, caller: str) -> None:
         low, high = quantizer.bounds()
         if high - low >= 2**CONTAINER_BITS:
             raise ValueError(
-                f"{caller}: {name!r} has the integers {low} to {high}; ONNX Runtime's integer kernels take at most"
+                f"{caller}: {name!r} has the integers {low} to {high}; integer kernels take at most"
                 f" {CONTAINER_BITS} bits"
             )
         with evaluating(quantizer):
@@ -94,20 +95,6 @@ def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
     return not bool(off.any())
 
 
-@torch.no_grad()
-def rounds_half_to_even(quantizer: Quantizer) -> bool:
-    """Whether codes(x) = clamp(round(x / scale) + zero_point) between the levels too, halves to the even integer.
-
-    So every runtime computes an activation's integers from scale and zero point; a weight's are stored.
-    """
-    if quantizer.role == "weight":
-        return True
-    scale, zero_point = quantizer.grid()
-    low, high = quantizer.bounds()
-    x = (torch.arange(low, high, device=scale.device) + 0.5 - zero_point) * scale
-    return torch.equal(quantizer.codes(x), torch.clamp(torch.round(x / scale) + zero_point, low, high))
-
-
 def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
     """A tensor to try a quantizer of a model on: its weight, or points on, between and outside the levels."""
     owner = model.get_submodule(name.rpartition(".")[0])
@@ -119,25 +106,27 @@ def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
     return (points - zero_point.reshape(*zero_point.shape[:-1], -1)) * scale.reshape(*scale.shape[:-1], -1)
 
 
-def check_new_file(path: Path) -> None:
+def check_new_file(path: Path, caller: str = "export_onnx") -> None:
     """Check that a file can be written at this path, before the work for it is done."""
     if path.is_dir():
-        raise IsADirectoryError(f"export_onnx: {str(path)!r} is a folder; give the file in it, such as model.onnx")
+        raise IsADirectoryError(f"{caller}: {str(path)!r} is a folder; give the file in it, such as model.onnx")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"export_onnx: there is no folder {str(path.parent)!r} to write to; create it first")
+        raise FileNotFoundError(f"{caller}: there is no folder {str(path.parent)!r} to write to; create it first")
 
 
-def why_not_exported(model: nn.Module, example_inputs: Inputs, error: Exception) -> ValueError:
+def why_not_exported(
+    model: nn.Module, example_inputs: Inputs, error: Exception, caller: str = "export_onnx", by: str = "torch.onnx"
+) -> ValueError:
     """Explain an export that failed: the model does not run with the inputs, or torch's reason."""
     try:
         with evaluating(model), torch.no_grad():
             call_model(model, example_inputs)
     except Exception as failure:  # of the user's own code
-        return does_not_run("export_onnx", model, f"the example_inputs {described(example_inputs)}", failure)
+        return does_not_run(caller, model, f"the example_inputs {described(example_inputs)}", failure)
     first: BaseException = error  # the last one is torch.onnx's, several lines about how to ask for help
     while first.__cause__ is not None:
         first = first.__cause__
-    return ValueError(f"export_onnx: torch.onnx cannot export {type(model).__name__}: {first_line(first)}")
+    return ValueError(f"{caller}: {by} cannot export {type(model).__name__}: {first_line(first)}")
 
 
 def warn_of_float_results(model: nn.Module) -> None:
@@ -147,14 +136,14 @@ def warn_of_float_results(model: nn.Module) -> None:
         warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=3)
 
 
-def warn_of_hooks(model: nn.Module) -> None:
+def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
     """Warn of hooks on layers, quantizers and graphs: what is written as integers does not call them."""
     written = (QuantLayer, Quantizer, PreparedGraph)
     watched = [name or type(model).__name__ for name, module in model.named_modules()
                if isinstance(module, written) and is_watched(module)]  # fmt: skip
     if watched:
         warnings.warn(
-            f"export_onnx: hooks and patched forwards of {', '.join(watched[:5])} are not in the file; it computes"
+            f"{caller}: hooks and patched forwards of {', '.join(watched[:5])} are not in the file; it computes"
             " what the model does without them",
             stacklevel=3,
         )

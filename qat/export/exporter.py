@@ -1,34 +1,31 @@
 """`export_onnx`: a prepared model as an ONNX file with integer initializers."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
-from qat.atomic_write import atomic_write
-from qat.export.checks import (
-    check_exportable,
-    check_new_file,
-    warn_of_float_results,
-    warn_of_hooks,
-    why_not_exported,
-)
-from qat.export.integers.evaluation import evaluation_copy
-from qat.export.integers.freezing import freeze, frozen_grids
-from qat.export.integers.frozen import FreezingError
+from qat.export.checks import check_exportable, check_new_file, warn_of_float_results, warn_of_hooks, why_not_exported
 from qat.export.onnx.containers import pack_weights
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
+from qat.export.onnx.qonnx import to_qonnx
+from qat.export.onnx.qoperator import to_qoperator
+from qat.export.onnx.saving import as_json, save
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.inputs import Inputs, expect_model
+from qat.integers.evaluation import evaluation_copy
+from qat.integers.freezing import freeze, frozen_grids
+from qat.integers.frozen import FreezingError
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
+
+Format = Literal["qdq", "qoperator", "qonnx"]
 
 
 def export_onnx(
@@ -38,6 +35,7 @@ def export_onnx(
     *,
     metadata: Mapping[str, Any] | None = None,
     exact_sums: bool = False,
+    format: Format = "qdq",
     packed: bool = True,
     opset: int = OPSET,
     normalization: tuple[Sequence[float], Sequence[float]] | None = None,
@@ -46,16 +44,18 @@ def export_onnx(
 ) -> None:
     """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
 
-    Biases are the floats that they stand for where the target reads no int32 (`TargetProfile.float_biases`: TensorRT).
+    For TensorRT (`TargetProfile.float_biases`) biases are floats, and few bits are not packed, and clipped as floats.
     Ranges are not estimated again. BatchNorm is folded into the weight's scale. Weights of 5 to 8 bits are stored in
-    int8, those of 1 to 4 bits in 4-bit containers. The batch axis is free where the model allows it. The output of
-    quantizer `layer1.0.add_quantizer` is called `layer1.0.add_quantizer` in the file: so `compare_layers` finds it.
+    int8, those of 1 to 4 bits in 4-bit containers, at opset 25 those of 2 bits in 2. The batch axis is free where the
+    model allows it. The output of quantizer `layer1.0.add_quantizer` has this name in the file: so `compare_layers`
+    finds it.
 
     Args:
         model: a prepared and calibrated model, or a module of quantized layers of your own; it is not changed. What
             torch wraps around it (DataParallel, AveragedModel, torch.compile) is left out of the file. Of a model that
             was prepared in parts, export the parts: `qat.preparation.parts.prepared_parts(model)`.
-        path: the file to write; an existing one is replaced atomically.
+        path: the file to write; an existing one is replaced atomically. Above 2 GB, which is all that one file may
+            have, the integers go to a second one beside it, `model.onnx.data` for `model.onnx`; keep them together.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; of floating-point tensors
             only the shapes matter. The first axis is the batch.
         metadata: what else a program has to know, such as the names of the classes: it goes into the file's
@@ -64,10 +64,13 @@ def export_onnx(
         exact_sums: add in float32, as torch does, wherever a quantizer reads a sum. ONNX Runtime's integer sum gives
             about one integer of 100,000 the neighbour, near a tie, which can turn a prediction that is nearly a tie
             itself. Sums that end on fewer than 8 bits are always exact.
+        format: "qdq" is that form. "qoperator" has ONNX's operators of integers, QLinearConv and MatMulInteger; sums,
+            averages and curves stay in that form. "qonnx" is for FPGAs (FINN, hls4ml): floats, and a `Quant` of the
+            domain qonnx.custom_op.general on every grid; the package qonnx runs it, ONNX Runtime does not.
         packed: store integers of at most 4 bits in 4-bit containers (opset 21), from which a Cast makes the 8 bits of
             the kernels when a runtime loads the file: ONNX Runtime is as fast with them. False for a runtime that does
-            not read INT4; an opset below 21 has none.
-        opset: the version of ONNX's operators, 18 to 23; a runtime older than the opset does not read the file.
+            not read INT4; an opset below 21 has none. Opset 25 has containers of 2 bits too.
+        opset: the version of ONNX's operators, 18 to 25; a runtime older than the opset does not read the file.
         normalization: (mean, std) of red, green and blue, of pixels in [0, 1]: the file then takes `pixels`, uint8
             images (N, H, W, 3), and computes (pixel/255 - mean) / std itself, to the bit as `train.py` does.
             `example_inputs` stay what the model takes.
@@ -79,36 +82,37 @@ def export_onnx(
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
             something else than tensors, if torch.onnx cannot export it, if the ONNX graph lacks a quantizer, or for an
-            opset or names that do not fit.
+            opset, a format or names that do not fit.
     """
-    import onnx
-
     expect_model(export_onnx, model)
     check_new_file(Path(path))
     if type(opset) is not int or opset not in OPSETS:
         raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
-    notes = _as_json(metadata or {})
+    if format not in get_args(Format):
+        raise ValueError(f"export_onnx: format must be {', '.join(get_args(Format))}, got {format!r}")
+    notes = as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]
     check_exportable(model)
     warn_of_hooks(model)
     warn_of_float_results(model)
-    profiles = (vars(part)[PROFILE] for part in model.modules() if PROFILE in vars(part))
-    float_biases = any(profile.float_biases for profile in profiles)
+    float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
     proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
-    add_exactly(proto, everywhere=exact_sums)
-    fold_clips(proto)
-    add_barriers(proto)
-    if packed and opset >= OPSET:
-        pack_weights(proto)
+    if format == "qonnx":
+        to_qonnx(proto)
+    else:
+        add_exactly(proto, everywhere=exact_sums)
+        fold_clips(proto, of_floats=float_biases)
+        add_barriers(proto)
+    if format == "qoperator":
+        to_qoperator(proto)
+    if packed and not float_biases:
+        pack_weights(proto, opset)
     strip_traces(proto.graph)
     if normalization is not None:
         take_pixels(proto, normalization)
     rename_inputs_outputs(proto, input_names, output_names)
-    onnx.helper.set_model_props(proto, notes)
-    onnx.checker.check_model(proto)
-    with atomic_write(Path(path)) as temporary:
-        temporary.write_bytes(proto.SerializeToString())
+    save(proto, Path(path), notes)
 
 
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
@@ -129,14 +133,3 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     own_initializers(proto)
     fix_sizes(program, proto)
     return proto
-
-
-def _as_json(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Each value as JSON."""
-    notes = {}
-    for key, value in metadata.items():
-        try:
-            notes[key] = json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"export_onnx: metadata[{key!r}] cannot be written as JSON ({error})") from None
-    return notes

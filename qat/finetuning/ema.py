@@ -31,7 +31,6 @@ class EMA:
         decay: from 0 (no averaging) to 1 (the average never changes); 0.999 averages about the last 1,000 steps.
 
     Raises:
-        TypeError: if model is not an nn.Module.
         ValueError: for a decay outside.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -67,10 +66,7 @@ class EMA:
                 self._average([average for average, _ in kind], [value for _, value in kind], 0)
 
     def hold(self, model: nn.Module, oscillations: Oscillations) -> None:
-        """Before an evaluation: averages of frozen weights become their integers, on the averaged scales.
-
-        An average still has a share of what a weight was before it was frozen, and may round to another integer.
-        """
+        """Before an evaluation: averages of frozen weights become their integers, to which they may not round yet."""
         with self.swapped(model):
             oscillations.hold()
             _copy(list(self._averages.values()), self._of(model))
@@ -81,10 +77,7 @@ class EMA:
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model holds the averages; at its end, the model gets its own values back.
-
-        All of them, also those without an average: `reestimate_batch_norm` in the context counts batches.
-        """
+        """A context in which the model holds the averages; at its end, the model gets all of its own values back."""
         tensors = [tensor.detach() for _, tensor in _tensors(model)]
         own = [tensor.clone() for tensor in tensors]
         self.copy_to(model)

@@ -32,7 +32,6 @@ class GradualQuantization:
         weights_from: progress from which weights are quantized whole, above 0 to 1.
 
     Raises:
-        TypeError: if model is not an nn.Module.
         ValueError: for a number outside, if nothing is gradual, or for a model without quantizers of that kind.
 
     Attributes:

@@ -76,7 +76,6 @@ class Oscillations:
         left_out: the other quantized weights, and why, as the end of a sentence.
 
     Raises:
-        TypeError: if model is not an nn.Module.
         ValueError: for a number outside its range; or if no weight of the model lies on such a grid.
 
     >>> import qat

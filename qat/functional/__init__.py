@@ -6,7 +6,12 @@ function as its face. What is the same for all of them, unless a docstring says 
 - The first argument (x, weight, scale or bits) has any shape and a floating-point dtype; another is a TypeError.
 - The result is a tensor of its shape and dtype. NaN stays NaN, and a rounding leaves infinities as they are.
 - `channel_axis` is the axis, or the tuple of axes, for every index of which there is a statistic of its own; None
-  takes one of the whole tensor. An axis that does not exist is a ValueError.
+  takes one of the whole tensor.
+- `bits` is a whole number from 1 to 16, `qmin` and `qmax` are the lowest and the highest integer of a grid. `scale` is
+  its step, > 0, in the unit of x, of shape () or broadcastable to x (one for each channel).
+- A ValueError is raised where these do not exist: an axis, a bit-width, an empty grid (qmin >= qmax), or the name of a
+  gradient, rounding or format; for a number outside the range that is said of it; and for one that does not broadcast
+  to x.
 - Values are computed in float32 at least: bfloat16 has not enough digits to tell the levels of 8 bits apart.
 """
 

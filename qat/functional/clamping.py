@@ -62,7 +62,7 @@ def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: Cl
         Tensor of the dtype of x and the shape that x and the bounds broadcast to; NaN stays NaN.
 
     Raises:
-        ValueError: if both bounds are numbers and low exceeds high; for an unknown gradient.
+        ValueError: if both bounds are numbers and low exceeds high.
 
     Source: Bengio et al., arXiv:1308.3432 (straight through); Choi et al., PACT, arXiv:1805.06085 (learned bound).
 

@@ -66,12 +66,6 @@ def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis 
     the gradient is that of `DoReFaWeightFunction`. The levels are odd multiples of 1 / n: zero is not one of them.
     For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
 
-    Args:
-        bits: 1 .. 16.
-
-    Raises:
-        ValueError: if bits is not a whole number from 1 to 16.
-
     Source: Zhou et al., "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low Bitwidth
     Gradients", arXiv:1606.06160. Deviation: the maximum gets its gradient (many re-implementations detach it).
 
@@ -97,12 +91,6 @@ def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
     """DoReFa's quantized activation: 2^bits levels from 0 to 1.
 
     y = round(clip(x, 0, 1) * n) / n with n = 2^bits - 1; dy/dx = 1 where 0 <= x <= 1, else 0.
-
-    Args:
-        bits: 1 .. 16.
-
-    Raises:
-        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
 

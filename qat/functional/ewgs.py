@@ -42,9 +42,6 @@ def ewgs_round(x: Tensor, delta: Tensor | float) -> Tensor:
         delta: strength, >= 0, the paper's 1e-3 .. 0.2; 0 is `round_ste`. A number, or a tensor of shape () or
             broadcastable to x. No gradient.
 
-    Raises:
-        ValueError: if delta is a number below 0, or does not broadcast to x.
-
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
 
     >>> x = torch.tensor([0.25, 0.25, 2.0], requires_grad=True)
@@ -68,12 +65,6 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
         scale: step of the grid, > 0, in the unit of x; a number, or a tensor of shape () or broadcastable to
             x. No gradient from here.
         delta: strength, as in `ewgs_round`. No gradient.
-
-    Returns:
-        A new tensor, equal to x.
-
-    Raises:
-        ValueError: if delta is a number below 0; if scale or delta does not broadcast to x.
 
     Source: Lee et al., arXiv:2104.00903.
 

@@ -106,7 +106,6 @@ def bit_cost(bits: Tensor, count: int) -> Tensor:
     cost = count * round(bits), with d cost/d bits = count.
 
     Args:
-        bits: the learned bit-width, any shape, floating point.
         count: how many values have this width: the elements of a weight, or of an activation.
 
     Source: Uhlich et al., arXiv:1905.11452.

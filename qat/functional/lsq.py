@@ -58,12 +58,7 @@ def lsq_quantize(x: Tensor, scale: Tensor, qmin: int, qmax: int, grad_factor: fl
     y = scale * clamp(round(x / scale), qmin, qmax); the gradients are those of `LSQFunction`.
 
     Args:
-        scale: step of the grid, > 0, in the unit of x; shape () or broadcastable to x (per channel).
-        qmin, qmax: lowest and highest integer.
         grad_factor: factor on the gradient of scale; the paper's is 1/sqrt(N*qmax).
-
-    Raises:
-        ValueError: if qmin >= qmax.
 
     Source: Esser et al., arXiv:1902.08153. Deviation: a value exactly on a bound counts as inside.
 
@@ -143,13 +138,8 @@ def lsq_plus_quantize(
     gradients are those of `LSQPlusFunction`.
 
     Args:
-        scale: step of the grid, > 0, in the unit of x; shape () or broadcastable to x.
         zero_point: the integer that stands for 0.0, as a floating-point tensor; shape as scale.
-        qmin, qmax: lowest and highest integer.
         grad_factor: factor on the gradients of scale and zero_point.
-
-    Raises:
-        ValueError: if qmin >= qmax.
 
     Source: Bhalgat et al., "LSQ+", arXiv:2004.09576, whose float offset is -scale * zero_point here.
 
@@ -166,12 +156,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax:
     """Put x on a given affine grid; only x gets a gradient, 1 inside the range and 0 outside.
 
     Args:
-        scale: step of the grid, > 0, in the unit of x; shape () or broadcastable to x.
         zero_point: the integer that stands for 0.0; any dtype, shape as scale.
-        qmin, qmax: lowest and highest integer.
-
-    Raises:
-        ValueError: if qmin >= qmax.
 
     Source: Jacob et al., arXiv:1712.05877. Deviation from `torch.fake_quantize_per_tensor_affine`, whose gradient
     is masked on the rounded value: here the unrounded one decides, as in LSQ.

@@ -48,10 +48,6 @@ def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
 
     Args:
         alpha: upper end of the range, > 0, in the unit of x; shape () or broadcastable to x (per channel).
-        bits: 1 .. 16.
-
-    Raises:
-        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Choi et al., "PACT: Parameterized Clipping Activation for Quantized Neural Networks", arXiv:1805.06085.
     Deviation: x = alpha counts as inside for x too (the paper leaves it to alpha alone).

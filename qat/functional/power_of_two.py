@@ -12,12 +12,9 @@ Rounding = Literal["nearest", "up"]
 
 
 class PowerOfTwoFunction(STEFunction):
-    """Replace a scale by a power of two.
+    """y = 2^round(log2(scale)), or 2^ceil(log2(scale)), with dy/dscale = y / scale.
 
-    Forward:    y = 2^round(log2(scale)), or 2^ceil(log2(scale))
-    Backward:   dy/dscale = y / scale, the rounding in the log domain passed straight through
-
-    The ratio y / scale counts as a constant, so second derivatives are zero.
+    The rounding in the log domain is passed straight through; y / scale counts as a constant: no second derivatives.
     """
 
     @staticmethod
@@ -45,19 +42,12 @@ def _power_of_two(scale: Tensor, rounding: Rounding) -> Tensor:
 def power_of_two_scale(scale: Tensor, rounding: Rounding = "nearest") -> Tensor:
     """The power of two that stands for a scale; the gradient passes as if the two stayed in proportion.
 
-    y = 2^round(log2(scale)), with dy/dscale = y / scale. Put it before any uniform quantizer:
+    y = 2^round(log2(scale)), exact and at most the dtype's largest; dy/dscale = y / scale. Before a uniform quantizer:
     `lsq_quantize(x, power_of_two_scale(scale), qmin, qmax)` learns a scale that deploys as a shift.
 
     Args:
-        scale: > 0.
         rounding: "nearest" in the log domain (half to even), or "up" to the smallest power of two that is not below
             scale, so that a range never shrinks (TQT).
-
-    Returns:
-        Exact powers of two, at most the largest one of the dtype.
-
-    Raises:
-        ValueError: if rounding is neither "nearest" nor "up".
 
     Source: Jain et al., "Trained Quantization Thresholds for Accurate and Efficient Fixed-Point Inference of Deep
     Neural Networks", arXiv:1903.08066, where it is the threshold that is rounded up. Deviation: the scale itself is

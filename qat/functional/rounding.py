@@ -4,61 +4,56 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating
 
 
-class RoundSTEFunction(STEFunction):
-    """Round to the nearest integer, ties to even, as if it were the identity.
+class PassingFunction(STEFunction):
+    """Base of what counts as the identity of its first input: dy/dx = 1, and the others get no gradient."""
 
-    Forward:    y = round(x)
-    Backward:   dy/dx = 1
-    """
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing to save: the gradient does not depend on the inputs."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class RoundSTEFunction(PassingFunction):
+    """y = round(x), ties to even, as ONNX QuantizeLinear rounds; dy/dx = 1."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        """Round half to even, as ONNX QuantizeLinear does."""
         return torch.round(x)
 
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Nothing to save: the gradient does not depend on x."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class FloorSTEFunction(RoundSTEFunction):
-    """y = floor(x), with the backward of `RoundSTEFunction`: dy/dx = 1."""
+class FloorSTEFunction(PassingFunction):
+    """y = floor(x), dy/dx = 1."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return torch.floor(x)
 
 
-class CeilSTEFunction(RoundSTEFunction):
-    """y = ceil(x), with the backward of `RoundSTEFunction`: dy/dx = 1."""
+class CeilSTEFunction(PassingFunction):
+    """y = ceil(x), dy/dx = 1."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return torch.ceil(x)
 
 
-class TruncSTEFunction(RoundSTEFunction):
-    """y = trunc(x), with the backward of `RoundSTEFunction`: dy/dx = 1."""
+class TruncSTEFunction(PassingFunction):
+    """y = trunc(x), dy/dx = 1."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return torch.trunc(x)
 
 
-class StochasticRoundSTEFunction(STEFunction):
-    """Round up with a probability equal to the fraction, as if it were the identity.
-
-    Forward:    y = floor(x) + 1 where noise < x - floor(x), else floor(x)
-    Backward:   dy/dx = 1
+class StochasticRoundSTEFunction(PassingFunction):
+    """y = floor(x) + 1 where noise < x - floor(x), else floor(x); dy/dx = 1.
 
     The noise is an input: so the same draw serves the forward, a recomputation of it and every derivative.
     """
@@ -69,14 +64,6 @@ class StochasticRoundSTEFunction(STEFunction):
         wide = x.to(noise.dtype)
         lower = torch.floor(wide)
         return as_dtype(lower + (noise < wide - lower), x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Nothing to save: the gradient depends neither on x nor on the noise."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def round_ste(x: Tensor) -> Tensor:

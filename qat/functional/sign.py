@@ -46,13 +46,7 @@ def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
 
 
 class SignSTEFunction(STEFunction):
-    """Two levels, -1 and +1.
-
-    Forward:    y = 1 where x >= 0, else -1
-    Backward:   dy/dx = 1 where |x| <= 1, else 0           "clipped"
-                dy/dx = 1                                  "straight_through"
-                dy/dx = 2 - 2|x| where |x| <= 1, else 0    "approximate"
-    """
+    """y = 1 where x >= 0, else -1, with the gradients of `sign_ste`."""
 
     @staticmethod
     def forward(x: Tensor, gradient: str) -> Tensor:
@@ -74,12 +68,7 @@ class SignSTEFunction(STEFunction):
 
 
 class ErrorDecaySignFunction(STEFunction):
-    """Two levels whose gradient sharpens as training proceeds.
-
-    Forward:    y = 1 where x >= 0, else -1
-    Backward, with t = 0.1 * 10^(2 progress) and k = max(1/t, 1):
-                dy/dx = k t (1 - tanh(t x)^2);  progress gets none
-    """
+    """y = 1 where x >= 0, else -1, with the gradient of `error_decay_sign`; progress gets none."""
 
     @staticmethod
     def forward(x: Tensor, progress: Tensor) -> Tensor:
@@ -92,12 +81,7 @@ class ErrorDecaySignFunction(STEFunction):
 
 
 class TernarySignSTEFunction(STEFunction):
-    """Three levels, -1, 0 and +1.
-
-    Forward:    y = 0 where |x| <= threshold, else sign(x)
-    Backward:   dy/dx = 1 where |x| <= 1, else 0    "clipped"
-                dy/dx = 1                           "straight_through"
-    """
+    """y = 0 where |x| <= threshold, else sign(x), with the gradients of `ternary_sign_ste`."""
 
     @staticmethod
     def forward(x: Tensor, threshold: Tensor, gradient: str) -> Tensor:
@@ -129,9 +113,6 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
         gradient: "clipped": dy/dx = 1 where |x| <= 1, else 0; "straight_through": 1 everywhere;
             "approximate": 2 - 2|x| where |x| <= 1, else 0, the slope of a parabola drawn through the step.
 
-    Raises:
-        ValueError: for an unknown gradient.
-
     Source: Hubara et al., arXiv:1602.02830 (clipped); Bengio et al., arXiv:1308.3432 (straight through); Liu et al.,
     Bi-Real Net, arXiv:1808.00278 (approximate). Deviation from `torch.sign`: 0 gives +1.
 
@@ -154,9 +135,6 @@ def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
         progress: how much of the training is done, 0..1; a tensor () (which compiled code reads anew each time) or a
             number. No gradient.
 
-    Raises:
-        ValueError: if progress is a number outside 0..1, or does not broadcast to x.
-
     Source: Qin et al., IR-Net, arXiv:1909.10788 (the error decay estimator; its weight balancing is not part of it).
 
     >>> x = torch.tensor([-0.25, 0.0, 3.0], requires_grad=True)
@@ -177,9 +155,6 @@ def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: Terna
     Args:
         threshold: >= 0, in the unit of x; a number, or a tensor of shape () or broadcastable to x. No gradient.
         gradient: "clipped": dy/dx = 1 where |x| <= 1, else 0; "straight_through": 1 everywhere.
-
-    Raises:
-        ValueError: if threshold is a number below 0, or does not broadcast to x; for an unknown gradient.
 
     Source: Li et al., Ternary Weight Networks, arXiv:1605.04711, for the levels; gradients as in `sign_ste`.
 

@@ -140,9 +140,6 @@ def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
     Returns:
         Tensor of the dtype of x and the shape that x and temperature broadcast to; NaN and infinities stay themselves.
 
-    Raises:
-        ValueError: if temperature is a number that is not positive and finite.
-
     Source: Yang et al., "Quantization Networks", arXiv:1911.09464. Deviation: there a sum of sigmoids with learned
     places, which only approaches the levels; here one sigmoid a unit step, normalised to reach them exactly.
 
@@ -169,9 +166,6 @@ def dsq_round(x: Tensor, alpha: Tensor | float) -> Tensor:
         x: in units of the grid's step.
         alpha: softness of the steps, 0 < alpha < 1; a number, or a tensor of shape () or broadcastable to x, which
             gets a gradient.
-
-    Raises:
-        ValueError: if alpha is a number outside 0..1 or on its ends, or does not broadcast to x.
 
     Source: Gong et al., "Differentiable Soft Quantization", arXiv:1908.05033, in units of the step (Delta = 1).
 

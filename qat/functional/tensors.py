@@ -137,11 +137,7 @@ def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
 
 
 def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> Tensor:
-    """`tensor_beside` for a parameter that shapes the backward only: the output has the shape of x, whatever its own.
-
-    Raises:
-        ValueError: if value does not broadcast to x; the gradient would be summed over copies of x that never were.
-    """
+    """`tensor_beside` for a parameter that shapes the backward only, and so has to broadcast to x."""
     setting = tensor_beside(x, value)
     if not broadcasts(setting.shape, x.shape):
         raise ValueError(
@@ -176,10 +172,7 @@ def scaled(grad: Tensor | None, factor: float, parameter: Tensor) -> Tensor | No
 
 
 def overwrite(parameter: Tensor, values: Tensor) -> None:
-    """Write values into a parameter without autograd noticing; call it under `torch.no_grad`.
-
-    Through `.data`, so that a quantizer that runs twice in one forward does not invalidate its own graph.
-    """
+    """Write values into a parameter without autograd noticing, so that a quantizer may run twice in one forward."""
     target = parameter if torch.compiler.is_compiling() else parameter.data
     target.copy_(values)
 
@@ -224,11 +217,7 @@ def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
 
 
 class ScaleGradientFunction(STEFunction):
-    """The identity, with a smaller or larger gradient.
-
-    Forward:    y = x
-    Backward:   dy/dx = factor
-    """
+    """The identity, with a smaller or larger gradient: y = x, dy/dx = factor."""
 
     @staticmethod
     def forward(x: Tensor, factor: Tensor) -> Tensor:

@@ -68,23 +68,14 @@ def row_of(computes: Any, options: Mapping[str, Any]) -> FusedActivation | None:
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation in a graph.
+    """An activation in a graph: a clip, a curve or a softmax."""
 
-    Attributes:
-        nodes: its nodes, the last one first: the activation itself, and the multiplication before a softmax.
-        source: the node whose value the activation is computed from.
-        bounds: floor and ceiling of a clip.
-        curve: the kernels' name of a curve, or None.
-        axis: the axis of a softmax, or None.
-        multiplier: the factor on a softmax's scores.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    source: fx.Node
-    bounds: tuple[float, float] = NO_CLIP
-    curve: str | None = None
-    axis: int | None = None
-    multiplier: float = 1.0
+    nodes: tuple[fx.Node, ...]  # the last one first: the activation itself, and the multiplication before a softmax
+    source: fx.Node  # whose value the activation is computed from
+    bounds: tuple[float, float] = NO_CLIP  # floor and ceiling of a clip
+    curve: str | None = None  # the kernels' name
+    axis: int | None = None  # of a softmax
+    multiplier: float = 1.0  # on a softmax's scores
 
     @property
     def module(self) -> str | None:

@@ -25,10 +25,7 @@ ON_CODES = "on codes"
 def explain_part(
     model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
 ) -> tuple[str, dict[str, Row]]:
-    """How a traced model or part trains: a sentence without its subject, and what runs in it, by name.
-
-    A model in evaluation is put into training to look, and back; `shapes` are the inputs of its layers.
-    """
+    """How a traced model or part trains: a sentence without its subject, and what runs in it, by name."""
     evaluated = not model.training
     with evaluating(model) if evaluated else nullcontext():
         if evaluated:

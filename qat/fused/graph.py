@@ -3,7 +3,8 @@
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx, nn
 
 from qat.analysis.explain import Row
 from qat.contexts import evaluating
+from qat.fused.evaluating import Evaluator, takes
 from qat.fused.explain import explain_part
 from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import judge
@@ -22,6 +24,7 @@ from qat.kernels.dispatch import is_supported
 from qat.kernels.formulas.products import try_int_mm
 from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
+from qat.quantizer import Quantizer
 from qat.torch_internals import all_modules_are_hooked, pytree
 from qat.tracing.patches import tracing_alone
 
@@ -45,6 +48,8 @@ class EngineState:
     probed: frozenset[torch.device] = frozenset()  # the devices on which kernels were tried
     logged: frozenset[str] = frozenset()  # reasons for training plainly
     failures: int = 0  # self-checks in a row for which no step could run
+    evaluator: Evaluator | None = None
+    agreed: dict[str, bool] = field(default_factory=dict)  # whether programs compute what the model does, by their code
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EngineState, ()
@@ -64,6 +69,11 @@ class FusedGraph(PreparedGraph):
 
         @functools.wraps(plain)
         def forward(self: FusedGraph, *args: Any, **kwargs: Any) -> Any:
+            if not self.training:
+                with suppress(ValueError, RuntimeError):  # a NaN, or inputs that the model refuses in its own words
+                    evaluator = self._evaluator(args, kwargs)
+                    if evaluator is not None:
+                        return evaluator(args, kwargs)
             fused = self._ready(args, kwargs)
             if fused is None or fused.run is None:
                 return plain(self, *args, **kwargs)
@@ -84,7 +94,7 @@ class FusedGraph(PreparedGraph):
     def _forget(self) -> None:
         """Forget the derived graph too."""
         super()._forget()
-        self._engine_state.fused = None
+        self._engine_state.fused = self._engine_state.evaluator = None
 
     def _derive(self) -> FusedForward:
         """The fused forward, derived again if the graph or a module changed."""
@@ -105,11 +115,8 @@ class FusedGraph(PreparedGraph):
         return found
 
     def _self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """Compare a fused training step on a slice of the batch with the plain one; the model trains accordingly.
-
-        None if nothing runs on codes, or if no step can run.
-        """
-        with tracing_alone():  # a thread that waited finds the verdict
+        """Compare a fused training step on a slice of the batch with the plain one; None if none can run on codes."""
+        with tracing_alone:  # a thread that waited finds the verdict
             fused = self._derive()
             if fused.graph is None or fused.verdict is not None:
                 return fused.verdict
@@ -182,7 +189,7 @@ class FusedGraph(PreparedGraph):
         refused = self._refusal(given, compiling)
         if refused is not None:
             if refused != NO_LIBRARY and not compiling:
-                self._log_once(refused)
+                self._log_once(f"training runs the prepared graph operation by operation: {refused}")
             return None
         if not compiling and not self._engine_state.probed:
             self._probe_devices()
@@ -194,6 +201,27 @@ class FusedGraph(PreparedGraph):
                 return None
             fused = self._derive()
         return fused
+
+    def _evaluator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluator | None:
+        """The model's integer program, if it takes these inputs; None if the model evaluates as it is."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._watched_by() is not None:
+            return None
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not takes(given) or formulas_wanted() or self._refusal(given, False) is not None:
+            return None
+        state = self._engine_state
+        if state.evaluator is None or not state.evaluator.state.holds():
+            with tracing_alone:
+                self._follow_changes()
+                state.evaluator = Evaluator(self, state.agreed, args, kwargs)
+                if state.evaluator.reason is not None and self._is_in_use():
+                    self._log_once(f"evaluation runs operation by operation: {state.evaluator.reason}")
+        return state.evaluator if state.evaluator.program is not None else None
+
+    def _is_in_use(self) -> bool:
+        """Whether all ranges are set and in use; before, that it evaluates plainly is no news."""
+        quantizers = [each for each in self.modules() if isinstance(each, Quantizer)]
+        return all(bool(each.calibrated) and not each.passes for each in quantizers)
 
     def _watched_by(self) -> str | None:
         """Why only plain operations will do, whatever the inputs are; None if kernels may run."""
@@ -223,7 +251,7 @@ class FusedGraph(PreparedGraph):
         return None if (is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY
 
     def _log_once(self, reason: str) -> None:
-        """Log why this model trains operation by operation, once for each reason."""
+        """Log why this model computes operation by operation, once for each reason."""
         if reason not in self._engine_state.logged:
             self._engine_state.logged |= {reason}
-            log.info("training runs the prepared graph operation by operation: %s", reason)
+            log.info("%s", reason)

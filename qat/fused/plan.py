@@ -13,7 +13,7 @@ from qat.fused.activations import Activation, activation_of
 from qat.fused.functions.codes import codes_refusal, mode_refusal
 from qat.fused.functions.products import layer_refusal
 from qat.fused.modules import module_refusal
-from qat.fused.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
+from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
 from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
 from qat.preparation.replacements import may_write
@@ -40,19 +40,7 @@ class FusedGroup:
 class CodesPlan:
     """The nodes of a graph that train on codes, and the reasons of those that do not.
 
-    Args:
-        model: a prepared model in training.
-        distrusted: names of modules that kernels may not replace, because a self-check found a difference.
-
-    Attributes:
-        refused: why a quantizer, a layer or a product of activations does not run on codes.
-        quantizers: nodes whose output can be held as codes.
-        layers: nodes of layers that take codes.
-        matmuls: products of two quantized tensors.
-        chains: quantizers that are computed with the nodes before them, and these nodes.
-        moved: operations that move codes, such as reshapings.
-        absorbed: nodes that are computed as part of a chain.
-        fused_norms: layers whose BatchNorm is computed as part of a chain.
+    The model is in training; `distrusted` are modules that kernels may not replace: a self-check found a difference.
     """
 
     def __init__(self, model: fx.GraphModule, distrusted: Collection[str] = ()) -> None:
@@ -60,10 +48,10 @@ class CodesPlan:
         self.nodes: list[fx.Node] = list(model.graph.nodes)
         self.memory = Memory(model, model.graph)
         self.fixed = fixed_nodes(model.graph)
-        self.refused: dict[fx.Node, str] = {}
+        self.refused: dict[fx.Node, str] = {}  # quantizers, layers and products of activations, and why
         called = {node: submodule_of(model, node) for node in self.nodes}
         quantizers = [node for node in self.nodes if isinstance(called[node], Quantizer)]
-        self.quantizers = self._accepted(quantizers, self._quantizer_refusal)
+        self.quantizers = self._accepted(quantizers, self._quantizer_refusal)  # whose output can be held as codes
         self.layers = self._accepted(
             (node for node in self.nodes if isinstance(called[node], QuantLayer)), self._layer_refusal
         )
@@ -73,9 +61,11 @@ class CodesPlan:
         chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
         worthless = [node for node, chain in chains.items() if not self._is_worth_it(node, chain, chains)]
         self.refused |= dict.fromkeys(worthless, "nothing that computes on codes reads it")
+        # Quantizers that are computed with the nodes before them, and these nodes.
         self.chains = {node: chain for node, chain in chains.items() if node not in self.refused}
-        self.moved = self._moved_as_codes()
+        self.moved = self._moved_as_codes()  # operations that move codes, such as reshapings
         taken = self.chains.values()
+        # Nodes that are computed as part of a chain, and layers whose BatchNorm is.
         self.absorbed = {node for chain in taken if chain.activation is not None for node in chain.activation.nodes}
         self.absorbed |= {chain.source for chain in taken if chain.operands is not None}
         self.fused_norms = {chain.layer for chain in self.chains.values() if self._norm_may_follow(chain)}

@@ -18,9 +18,9 @@ from qat.fused.functions.norm_activation import quantize_chain, quantize_sum
 from qat.fused.functions.products import matmul, multiply
 from qat.fused.functions.scale_repair import repair
 from qat.fused.modules import Watched, module_tree
-from qat.fused.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.fused.plan import CodesPlan
 from qat.fused.verdict import Verdict
+from qat.integers.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.preparation.replacements import module_names
 from qat.torch_internals import keep_signature

@@ -38,6 +38,14 @@ class Geometry(NamedTuple):
     dilation: list[int]
     groups: int
 
+    @classmethod
+    def of(cls, axes: int, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> "Geometry | None":
+        """That of torch's arguments, each a number or one for every axis; None if the padding is a word."""
+        if isinstance(padding, str):
+            return None
+        sizes = [[size] * axes if isinstance(size, int) else list(size) for size in (stride, padding, dilation)]
+        return cls(sizes[0], sizes[1], sizes[2], groups)
+
     def packed(self) -> list[int]:
         """All numbers in one list, for an operator."""
         return [*self.stride, *self.padding, *self.dilation, self.groups]
@@ -155,6 +163,9 @@ class Geometry(NamedTuple):
             return torch.contiguous_format
         of_weight = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
         return torch.channels_last if of_weight or _has_channels_innermost(x) else torch.contiguous_format
+
+
+LINEAR = Geometry([], [], [], 1)
 
 
 def _has_channels_innermost(x: Tensor) -> bool:

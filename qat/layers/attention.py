@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, additive_mask, multihead_attention
+from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, multihead_attention, projections
 from qat.layers.base import quantizer_or_none, resolved_input_spec
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
@@ -122,11 +122,7 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
 
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """See `CompositeTwin.inner_weights`."""
-        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
-        biases: Any = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return dict(zip(PROJECTIONS, zip(weights, biases, strict=True), strict=True))
+        return dict(zip(PROJECTIONS, projections(self), strict=True))
 
     @classmethod
     def check_float(cls, layer: nn.Module) -> None:
@@ -184,29 +180,16 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
             ValueError: for the wrong shapes, nested tensors, or is_causal without attn_mask.
         """
         self._check(query, key, value, is_causal and attn_mask is None)
-        batched = query.dim() == 3
-        padding = key_padding_mask if key_padding_mask is None or batched else key_padding_mask.unsqueeze(0)
-        mask = additive_mask(attn_mask, padding, self.num_heads, query.dtype)
-        if not batched:
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-        elif not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         weights = self.inner_weights()
 
         def project(name: str, x: Tensor) -> Tensor:
             y: Tensor = self.out_proj(x) if name == "out_proj" else getattr(self, name)(x, *weights[name])
             return y
 
-        output, probabilities = multihead_attention(
-            self, query, key, value, mask, project, self._quantize, safe=not need_weights
-        )
-        if average_attn_weights:
-            probabilities = probabilities.mean(1)
-        if not batched:
-            output, probabilities = output.squeeze(0), probabilities.squeeze(0)
-        elif not self.batch_first:
-            output = output.transpose(0, 1)
-        return output, probabilities if need_weights else None
+        return multihead_attention(
+            self, query, key, value, (attn_mask, key_padding_mask), project, self._quantize,
+            single=query.dim() == 2, need_weights=need_weights, average=average_attn_weights,
+        )  # fmt: skip
 
     def _quantize(self, name: str, x: Tensor) -> Tensor:
         quantizer = getattr(self, name)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,17 +60,27 @@ def multihead_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    masks: tuple[Tensor | None, Tensor | None],
     project: Callable[[str, Tensor], Tensor],
     quantize: Quantize,
-    safe: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """`nn.MultiheadAttention`, batch first, with projections and quantizers passed in.
+    *,
+    single: bool,
+    need_weights: bool,
+    average: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`nn.MultiheadAttention` with projections and quantizers passed in; masks: attn_mask and key_padding_mask.
 
     torch.fx can trace it (for sizes that are proxies too), torch.export and torch.compile run it. `project` is called
     with "query_projection", "key_projection", "value_projection" and "out_proj". bias_k and add_zero_attn add 1 each to
-    the last axis of the probabilities (N, num_heads, L, S).
+    the last axis of the probabilities (N, num_heads, L, S). `single`: whether it is one sequence, without N.
     """
+    attn_mask, padding = masks
+    if single:
+        query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        padding = None if padding is None else padding.unsqueeze(0)
+    elif not module.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    mask = additive_mask(attn_mask, padding, module.num_heads, query.dtype)
     samples, heads = query.shape[0], module.num_heads
     queries, keys, values = (project(name, x) for name, x in zip(PROJECTIONS, (query, key, value), strict=True))
     if module.bias_k is not None and module.bias_v is not None:
@@ -85,9 +96,26 @@ def multihead_attention(
     )
     scale = module.head_dim**-0.5
     attended, probabilities = attend(
-        queries, keys, values, mask, quantize, scale, module.dropout, module.training, safe
+        queries, keys, values, mask, quantize, scale, module.dropout, module.training, safe=not need_weights
     )
-    return project("out_proj", attended.transpose(1, 2).flatten(2)), probabilities
+    output, weights = project("out_proj", attended.transpose(1, 2).flatten(2)), None
+    if need_weights:
+        weights = probabilities.mean(1) if average else probabilities
+    if single:
+        return output.squeeze(0), None if weights is None else weights.squeeze(0)
+    return (output if module.batch_first else output.transpose(0, 1)), weights
+
+
+def projections(module: nn.MultiheadAttention) -> list[tuple[Any, Any]]:
+    """Weight and bias of the query's, the key's and the value's projection."""
+    size = module.embed_dim
+    spans = [slice(size * part, size * (part + 1)) for part in range(3)]
+    bias = module.in_proj_bias
+    biases = [None] * 3 if bias is None else [bias[span] for span in spans]
+    weight = module.in_proj_weight
+    separate = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    weights = separate if weight is None else [weight[span] for span in spans]
+    return list(zip(weights, biases, strict=True))
 
 
 def additive_mask(

@@ -67,8 +67,6 @@ class QuantConv1d(QuantConvolution, nn.Conv1d):
     >>> layer = QuantConv1d(3, 8, 5, padding="same", padding_mode="circular", activation_spec=None)
     >>> layer(torch.randn(2, 3, 20)).shape
     torch.Size([2, 8, 20])
-    >>> layer.weight_quantizer.scale.shape
-    torch.Size([8, 1, 1])
     """
 
 
@@ -95,8 +93,6 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
     >>> layer = QuantConv3d(3, 4, (1, 3, 3), stride=(1, 2, 2), activation_spec=None)
     >>> layer(torch.randn(2, 3, 4, 7, 7)).shape
     torch.Size([2, 4, 4, 3, 3])
-    >>> layer.weight_quantizer.scale.shape
-    torch.Size([4, 1, 1, 1, 1])
     """
 
 
@@ -197,8 +193,6 @@ class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # t
     >>> layer = QuantConvTranspose1d(3, 8, 4, stride=2, padding=1, activation_spec=None)
     >>> layer(torch.randn(2, 3, 10)).shape
     torch.Size([2, 8, 20])
-    >>> layer.weight_quantizer.scale.shape
-    torch.Size([8, 1, 1])
     """
 
 
@@ -223,6 +217,4 @@ class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # t
     >>> layer = QuantConvTranspose3d(4, 6, 2, stride=2, groups=2, activation_spec=None)
     >>> layer(torch.randn(1, 4, 2, 3, 3)).shape
     torch.Size([1, 6, 4, 6, 6])
-    >>> layer.weight_quantizer.scale.shape
-    torch.Size([6, 1, 1, 1, 1])
     """

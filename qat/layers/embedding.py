@@ -20,17 +20,11 @@ from qat.torch_internals import has_forward_hooks
 
 @dataclass(frozen=True)
 class IntegerTable:
-    """The integers of a deployed table: weight = (codes - zero_point) * scale.
+    """The integers of a deployed table: weight = (codes - zero_point) * scale."""
 
-    Attributes:
-        codes: (num_embeddings, embedding_dim), integers (as floats).
-        scale: > 0; () per tensor, (num_embeddings, 1) per row, (num_embeddings, groups, 1) per group of columns.
-        zero_point: integers (as floats) in the shape of scale; 0 on a symmetric grid.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor
+    codes: Tensor  # (num_embeddings, embedding_dim), integers (as floats)
+    scale: Tensor  # > 0; () per tensor, (num_embeddings, 1) per row, (num_embeddings, groups, 1) per group of columns
+    zero_point: Tensor  # integers (as floats) in the shape of scale; 0 on a symmetric grid
 
 
 class QuantTable(QuantLayer):
@@ -72,11 +66,7 @@ class QuantTable(QuantLayer):
 
     @torch.no_grad()
     def integers(self) -> IntegerTable:  # type: ignore[override]
-        """The table's integers; export writes them.
-
-        Raises:
-            ValueError: if the rule has no integers.
-        """
+        """The table's integers, which export writes; a ValueError if the rule has none."""
         quantizer = self.weight_quantizer
         if not quantizer.exportable:
             raise ValueError(f"{type(self).__name__}.integers: its weight {quantizer.refusal()}")
@@ -110,10 +100,7 @@ class QuantTable(QuantLayer):
         )
 
     def _quantized_rows(self, indices: Tensor, weight: Tensor) -> Tensor:
-        """The result of `look_up`, computed from these rows alone.
-
-        The scales go through the same look-up as the rows, so padding and frequencies act on their gradients too.
-        """
+        """The result of `look_up`, from these rows and their scales alone, on which padding and frequencies act too."""
         quantizer = self.weight_quantizer
         if quantizer.training:
             quantizer.repair()

@@ -21,19 +21,12 @@ DEAD_BIAS_CODE = float(2**20)
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """The operands of an integer kernel: y = (sum(x_codes * codes) + bias_codes) * accumulator_scale.
+    """The operands of an integer kernel: y = (sum(x_codes * codes) + bias_codes) * accumulator_scale."""
 
-    Attributes:
-        codes: integers (as floats) of the weight, in the weight's shape.
-        scale: (channels,), > 0, step of the codes with the BatchNorm folded in.
-        bias_codes: (channels,), integers (as floats) on the grid of accumulator_scale.
-        accumulator_scale: (channels,), input scale times scale: the value of one unit of the accumulator.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    bias_codes: Tensor
-    accumulator_scale: Tensor
+    codes: Tensor  # integers (as floats) of the weight, in the weight's shape
+    scale: Tensor  # (channels,), > 0, step of the codes with the BatchNorm folded in
+    bias_codes: Tensor  # (channels,), integers (as floats) on the grid of accumulator_scale
+    accumulator_scale: Tensor  # (channels,), input scale times scale: the value of one unit of the accumulator
 
 
 def fold_weight(

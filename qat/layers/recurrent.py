@@ -75,6 +75,10 @@ def relu_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     return (torch.relu(from_input + from_hidden),)
 
 
+CELLS: dict[str, Cell] = {"LSTM": lstm_cell, "GRU": gru_cell, "RNN_TANH": tanh_cell, "RNN_RELU": relu_cell}
+"""The arithmetic of one step, by torch's `mode` of the layer."""
+
+
 def run_steps(
     steps: Sequence[Tensor], state: State, step: Callable[[Tensor, State], State], reverse: bool, packed: bool
 ) -> tuple[list[Tensor], State]:
@@ -124,10 +128,6 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.add_quantizers(weight_spec, activation_spec)
-
-    def cell(self) -> Cell:
-        """The arithmetic of one step."""
-        raise TypeError(f"{type(self).__name__}: a recurrent layer must implement cell()")
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """Create the products; constructors call it once the weights exist."""
@@ -254,7 +254,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         # Samples first, since quantizers expect the batch on the first axis.
         first = x.transpose(0, 1) if sizes is None else x
         from_input = self.get_submodule(f"product_ih_{suffix}")(first, *self._operands("ih", suffix))
-        hidden_product, cell = self._bound("hh", suffix), self.cell()
+        hidden_product, cell = self._bound("hh", suffix), CELLS[self.mode]
         projection = self._bound("hr", suffix) if self.proj_size else None
 
         def step(from_input: Tensor, state: State) -> State:
@@ -291,10 +291,6 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
 
     state_size = 2
 
-    def cell(self) -> Cell:
-        """The LSTM's gates."""
-        return lstm_cell
-
 
 @register_twin(nn.GRU)
 class QuantGRU(QuantRecurrent, nn.GRU):
@@ -309,10 +305,6 @@ class QuantGRU(QuantRecurrent, nn.GRU):
     (torch.Size([2, 5, 6]), torch.Size([1, 2, 6]))
     """
 
-    def cell(self) -> Cell:
-        """The GRU's gates."""
-        return gru_cell
-
 
 @register_twin(nn.RNN)
 class QuantRNN(QuantRecurrent, nn.RNN):
@@ -324,7 +316,3 @@ class QuantRNN(QuantRecurrent, nn.RNN):
     >>> output.shape, h.shape
     (torch.Size([5, 2, 6]), torch.Size([2, 2, 6]))
     """
-
-    def cell(self) -> Cell:
-        """tanh or relu."""
-        return tanh_cell if self.nonlinearity == "tanh" else relu_cell

@@ -183,10 +183,7 @@ def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinCla
 
 
 def float_type_of(layer: nn.Module) -> type[nn.Module] | None:
-    """The registered class whose computation a layer, or its twin, does; None if it has no twin.
-
-    A subclass counts if it only constructs differently, as torchvision's Conv3DSimple.
-    """
+    """The registered class whose computation a layer, or its twin, does; None if it has no twin."""
     if isinstance(layer, QuantTwin):
         return layer.float_type
     own = parametrize.type_before_parametrizations(layer)
@@ -222,10 +219,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> QuantTwin:
-    """The quantized twin of a layer; one that is a twin already stays, with its quantizers.
-
-    Its input is quantized elsewhere; a composite quantizes its own inputs.
-    """
+    """A layer's quantized twin, itself if it is one; its input is quantized elsewhere, except in a composite."""
     if isinstance(layer, QuantTwin):
         return layer
     float_type = float_type_of(layer)

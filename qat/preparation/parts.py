@@ -17,6 +17,7 @@ from qat.preparation.functional_weights import FunctionalLayer, find_functional_
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph, keep_attributes, keep_class, plain_attributes
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, WHOLE_MODEL
+from qat.preparation.rewriting import rewrite_for_target
 from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
 from qat.quantizer import create_quantizer
 from qat.recipe import QuantRecipe, ScopedRecipe
@@ -31,13 +32,12 @@ def prepare_graph(
 ) -> PreparedGraph:
     """Trace a float model, or a submodule of one, and quantize the graph, which takes over the model's own layers.
 
-    The recipe's layer names are those in root.
-
     Raises:
         UntraceableError: if it cannot be traced; the model is then unchanged.
-        ValueError: if a grid of the recipe does not fit.
+        ValueError: if a grid of the recipe, whose names are those in root, does not fit.
     """
     graph_module, opaque = trace(root, examples, graph_class)
+    rewrite_for_target(graph_module, recipe)
     mark_later_writes(graph_module)
     functional = find_functional_layers(graph_module, root)
     layers = {
@@ -82,7 +82,7 @@ def prepare_parts(
 ) -> nn.Module:
     """Quantize the largest submodules of a copy of the float model that can be traced, and other layers one by one.
 
-    A run with the examples records the inputs of the submodules. `reason`: why there is no graph of the whole model.
+    `reason`: why there is no graph of the whole model.
     """
     calls: Mapping[nn.Module, Arguments] | None = None
     if examples is not None:

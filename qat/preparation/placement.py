@@ -28,6 +28,7 @@ from qat.preparation.operations import (
     passes_grid,
     producer_of,
 )
+from qat.preparation.rewriting import fix, fixed_grid
 from qat.preparation.swapping import call_own_quantizers, drop_repeated
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import ScopedRecipe
@@ -155,8 +156,7 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
     read a grid of their own behind it. A quantizer of one's own that wins becomes the tensor's, with its range; one
     that does not stays where it is, behind it.
 
-    Returns:
-        The quantizers whose tensor has a consumer that asked for another grid of as many bits, name to that grid.
+    It returns the grids of as many bits that consumers asked for in vain, by the name of the quantizer that they got.
     """
     call_own_quantizers(graph_module)
     placement = Placement(graph_module, recipe)
@@ -170,10 +170,12 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
     for group in shared_grids(wanted, placement):
         specs = [spec for node in group for spec in wanted[node]]
         own = {name: each for node in group for name, each in placement.own_quantizers(node).items()}
-        chosen = max(specs, key=lambda spec: spec.bits)
-        winners = [name for name, each in own.items() if each.spec.bits == chosen.bits]
+        fixed = fixed_grid(group[0], placement.graph_module, placement.profile)
+        chosen = max(specs, key=lambda spec: spec.bits) if fixed is None else placement.profile.activation
+        winners = [name for name, each in own.items() if each.spec.bits == chosen.bits and fixed is None]
         wanted_name = f"{_producer_name(group[0], graph_module)}_quantizer"
         name = winners[0] if winners else _add_quantizer(wanted_name, chosen, placement)
+        fix(graph_module, name, fixed)
         fewer = [each for node in group for each in placement.fewer_bits(node, chosen.bits)]
         for node in group:
             _insert_call(node, name, placement)
@@ -194,11 +196,12 @@ def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement
     """The tensors to quantize, in groups that share a grid because the target wants inputs and result on one."""
     group_of = {node: [node] for node in wanted}
     table = {**JOINING, **AVERAGING}
+    free = {node for node in wanted if fixed_grid(node, placement.graph_module, placement.profile) is None}
     for node in placement.nodes:
         if operation_of(node, placement.graph_module, table) not in placement.profile.shared_grids:
             continue
         around = [producer_of(operand, placement.graph_module) for operand in node.all_input_nodes]
-        tied = [end for end in (*around, _end_of_chain(node, placement.graph_module)) if end in wanted]
+        tied = [end for end in (*around, _end_of_chain(node, placement.graph_module)) if end in free]
         for other in tied[1:]:
             join_groups(group_of, tied[0], other)
     groups = {id(group): sorted(group, key=placement.order.__getitem__) for group in group_of.values()}
@@ -241,7 +244,7 @@ def _add_quantizer(wanted: str, spec: QuantSpec, placement: Placement) -> str:
 def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
     """Call a quantizer on a tensor, after the last in-place write that precedes the first consumer with a grid.
 
-    All consumers up to the next write read the result. Nodes that write into the tensor still write into the original.
+    All consumers up to the next write read the result; writes still go to the original.
     """
     graph_module, order = placement.graph_module, placement.order
     writers = set(placement.memory.seen_writers(node))

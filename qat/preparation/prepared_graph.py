@@ -76,10 +76,7 @@ class PreparedGraph(Block, fx.GraphModule):
     The next forward notices modules that were replaced. Attributes (notes on layers in float, `backbone.out_channels`)
     survive copies and pickles. Temporary state is kept on the class, since torch.fx creates one class for every model.
     Methods and attributes begin with an underscore, so that they do not collide with the names of a model's modules.
-
-    Attributes:
-        float_class: for a part of a model, the class of the module that it replaces: the rest of the model may call
-            its methods.
+    A part of a model has the class of the module that it replaces as `float_class`: the rest may call its methods.
     """
 
     _snapshot: ClassVar[ModuleSnapshot | None] = None
@@ -110,11 +107,7 @@ class PreparedGraph(Block, fx.GraphModule):
         return code
 
     def _name_left_out(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Explain an error of forward: an argument that the example inputs had is left out, labels for instance.
-
-        Raises:
-            ValueError: if that is so.
-        """
+        """Raise a ValueError for an error of forward if an argument that the example inputs had is left out."""
         arguments = [node for node in self.graph.nodes if node.op == "placeholder"]
         names = [str(node.target) for node in arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -136,11 +129,7 @@ class PreparedGraph(Block, fx.GraphModule):
         cls._snapshot = None
 
     def _follow_changes(self) -> bool:
-        """Notice modules that were replaced, and adapt their calls.
-
-        Returns:
-            Whether the graph changed.
-        """
+        """Notice modules that were replaced, and adapt their calls; return whether the graph changed."""
         cls: Any = type(self)
         if cls._snapshot is not None and cls._snapshot.holds():
             return False
@@ -206,10 +195,7 @@ def unpickled(
     cls: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]],
     notes: Notes,
 ) -> PreparedGraph:  # fmt: skip
-    """The model that `PreparedGraph.__reduce__` pickled; `passing`: the non-persistent buffers of each module.
-
-    torch.fx's own function restores it: it records the graph again from its code.
-    """
+    """The model that `PreparedGraph.__reduce__` pickled; `passing`: the non-persistent buffers of each module."""
     model: Any = function(*arguments)
     own = type(OF_ONE_MODEL, (cls,), {})
     own.__name__ = type(model).__name__  # the name that it prints

@@ -18,10 +18,7 @@ IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper"
 
 
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The attribute and the model in one of torch's wrappers (DataParallel, AveragedModel, a compiled model), or None.
-
-    torch.ao's QuantWrapper is not one of them: it adds markers in the float model.
-    """
+    """The attribute and the model in one of torch's wrappers (DataParallel, a compiled model, ...), or None."""
     if type(model).__module__.startswith("torch.") and type(model).__name__ not in IN_FLOAT_MODELS:
         for attribute in ("_orig_mod", "module"):
             inner = getattr(model, attribute, None)

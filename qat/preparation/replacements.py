@@ -50,10 +50,7 @@ def watch(module: nn.Module) -> list[Callable[[], object]]:
 
 
 def may_write(module: nn.Module | None) -> bool:
-    """Whether a module may write into its inputs: it is of an unknown class, or it is watched.
-
-    torch's own modules write only if they are told to (`inplace`).
-    """
+    """Whether a module may write into its inputs: it is watched, or not torch's, which write only with `inplace`."""
     if module is None:
         return False
     known = isinstance(module, (QuantLayer, Quantizer)) or type(module).__module__.startswith("torch.nn.modules.")
@@ -71,13 +68,7 @@ def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
 
 
 class ModuleSnapshot:
-    """The modules that a model's graph calls or passes to others, and the blocks around them, at one moment.
-
-    Attributes:
-        reads: calls without a line of Python that look at all of this again: a model asks in every forward.
-        values: what they returned.
-        silent: the blocks whose hooks never fire, since a graph does not call blocks.
-    """
+    """The modules that a model's graph calls or passes to others, and the blocks around them, at one moment."""
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
         steps = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
@@ -86,8 +77,10 @@ class ModuleSnapshot:
             (name, vars(block), *found) for name, block in [("", model), *blocks.items()]
             for found in scalar_attributes(block)
         ]  # fmt: skip
+        # The blocks whose hooks never fire, since a graph does not call blocks.
         self.silent = {name for name, block in blocks.items() if is_watched(block)}
         parents = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(steps)]
+        # Calls without a line of Python that look at all of this again: a model asks in every forward.
         self.reads: list[Callable[[], object]] = [partial(children_of(parent).get, name) for parent, name in parents]
         self.reads += [partial(attributes.get, key) for _, attributes, key, _ in self._scalars]
         self.reads += [read for block in blocks.values() for read in watch(block)]
@@ -127,11 +120,7 @@ def module_names(model: fx.GraphModule) -> set[str]:
 
 
 def follow_replacements(model: fx.GraphModule) -> bool:
-    """Make every call fit the module that it calls now.
-
-    Returns:
-        Whether a call changed; the graph then has to be recompiled.
-    """
+    """Make every call fit the module that it calls now; return whether one changed: then the graph is recompiled."""
     changed = False
     for node in list(model.graph.nodes):
         if node.op == "call_module" and _module_at(model, str(node.target)) is None:

@@ -22,11 +22,7 @@ from qat.tracing.nodes import FACTS, attribute, constant_nodes, dimensions, subm
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRecipe) -> dict[str, str]:
-    """Replace every called layer that has a quantized twin, in place.
-
-    Returns:
-        The layers of root that stay in float, name to reason, those that the graph does not call included.
-    """
+    """Replace every called layer that has a quantized twin, in place; return root's other layers, name to reason."""
     called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     left: dict[str, str] = {}
     composite = ""
@@ -107,11 +103,7 @@ NORMS: dict[int, tuple[str, ...]] = {
 
 
 def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
-    """Pass every quantized layer the BatchNorm that is the only consumer of its output, in place.
-
-    Returns:
-        The BatchNorms that stay in float, name to reason.
-    """
+    """Pass each quantized layer the BatchNorm that alone reads its output; return the others, name to reason."""
     left: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         norm = submodule_of(graph_module, node)

@@ -69,6 +69,7 @@ class Quantizer(nn.Module):
         is_disabled: the tensor passes as it is, in training and evaluation; see `qat.disable_fake_quant`.
         is_frozen: learned parameters get no gradient, and observed ranges do not follow the data; see
             `qat.freeze_scales`.
+        is_fixed: the grid is that of a runtime's kernel, and frozen for good.
     """
 
     exportable: bool = True
@@ -85,6 +86,9 @@ class Quantizer(nn.Module):
 
     needs_sample: ClassVar[bool] = False
     """Whether `fit` looks at all values, whatever `init` says; for a min-max range only the extremes are kept."""
+
+    drawn: ClassVar[tuple[str, ...]] = ()
+    """What `curves` shows besides the parameters of `add_positive`."""
 
     options_type: ClassVar[type] = NoOptions
     """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
@@ -107,7 +111,7 @@ class Quantizer(nn.Module):
     ) -> None:
         super().__init__()
         self._positive: list[str] = []
-        self.is_disabled = self.is_frozen = self.is_calibrated = False
+        self.is_disabled = self.is_frozen = self.is_fixed = self.is_calibrated = False
         self.spec = spec = spec.resolved(default_spec(role))
         self.role: Role = role
         self.relative_steps = spec.grad_scale == "relative"
@@ -167,11 +171,7 @@ class Quantizer(nn.Module):
         self.register_buffer("zero_point", None if self.spec.symmetric else start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Quantize x; while an observer is attached, show x to it and return x as it is, as if switched off.
-
-        Raises:
-            TypeError: if x is not floating point.
-        """
+        """Quantize x; while an observer is attached, show x to it and return x as it is, as if switched off."""
         require_floating(x, type(self).__name__)
         if self.observer is not None:
             self.observer.update(x)
@@ -353,7 +353,7 @@ class Quantizer(nn.Module):
 
     def freeze(self, frozen: bool = True) -> None:
         """Keep the range as it is; with False, let it learn or follow the data again."""
-        self.is_frozen = frozen
+        self.is_frozen = frozen = frozen or self.is_fixed
         for parameter in self.parameters():
             parameter.requires_grad_(not frozen)
             parameter.grad = None  # else an optimizer would apply the last one again
@@ -369,7 +369,7 @@ class Quantizer(nn.Module):
 
     def curves(self) -> dict[str, Tensor]:
         """What TensorBoard shows of it, name to tensor (its mean is drawn)."""
-        return {name: getattr(self, name) for name in self._positive}
+        return {name: getattr(self, name) for name in (*self._positive, *self.drawn)}
 
     def positive_parameters(self) -> list[Tensor]:
         """The parameters of `add_positive`."""

@@ -15,18 +15,12 @@ class RangeObserver:
 
     Extremes are exact; of the values at most 16,384 a batch are kept, chosen by a generator of the observer's own,
     so that the same batches give the same range, on every rank and whatever else draws random numbers.
-
-    Args:
-        turns: numbers that the observers of one model share: each takes the next one when it first sees a value.
-
-    Attributes:
-        elements: of one sample of the tensor (all of it, if it has one axis only).
-        turn: its number; sys.maxsize if it has seen nothing.
+    The observers of one model share `turns`: each takes the next one when it first sees a value.
     """
 
     def __init__(self, turns: Iterator[int] | None = None) -> None:
-        self.elements = 0
-        self.turn = sys.maxsize
+        self.elements = 0  # of one sample of the tensor (all of it, if it has one axis only)
+        self.turn = sys.maxsize  # as long as it has seen nothing
         self._turns = itertools.count() if turns is None else turns
         self._samples: list[Tensor] = []
         self._extremes: list[Tensor] = []
@@ -50,8 +44,7 @@ class RangeObserver:
     def values(self, extremes: bool = False) -> Tensor:
         """The sample, or only the extremes of every batch, shape (1, elements); (1, 0) if nothing was seen.
 
-        The sample holds no extremes beyond those drawn: added, they would fill the tail of a percentile.
-        A NaN or infinity outside the sample shows in the extremes; it is put into the sample too.
+        NaN or infinity is put into the sample; other extremes are not: they would fill the tail of a percentile.
         """
         kept = self._extremes if extremes else [*self._samples, *(e for e in self._extremes if not e.isfinite().all())]
         return torch.cat(kept)[None] if kept else torch.empty(1, 0)

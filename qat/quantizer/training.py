@@ -198,12 +198,6 @@ def penalty(model: nn.Module) -> Tensor:
     It depends on parameters alone: under torch.distributed every rank adds it, and the average of the gradients has it
     once.
 
-    Args:
-        model: prepared, or any module that holds quantizers.
-
-    Returns:
-        A scalar to add to the loss before `backward`.
-
     >>> from qat.quantizer import PACTQuantizer
     >>> from qat.spec import QuantSpec
     >>> round(penalty(PACTQuantizer(QuantSpec(signed=False, rule="pact"))).item(), 6)  # 2e-4/2 * 4^2
@@ -219,7 +213,6 @@ def set_progress(model: nn.Module, progress: float) -> None:
     """Tell the annealed rules (`stacked_sigmoid`, `binary` with error decay) how far the training is.
 
     Args:
-        model: prepared, or any module that holds quantizers.
         progress: 0 at the start to 1 at the end; call it before every step or epoch.
 
     Raises:

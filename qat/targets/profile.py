@@ -63,8 +63,10 @@ class TargetProfile:
         reasons: a field ("activation"), or a field of a limit ("activation.signed"), to the reason for its value.
         float_biases: whether a file holds biases as the floats that they stand for, since the runtime reads no int32
             behind DequantizeLinear.
-        without_vnni: the target for x86 processors without VNNI, where default sessions of this one may saturate; ""
-            if they do not, or it does not run there.
+        fixed_grids: operations whose result has one grid in all kernels, to its scale and zero point; their quantizers
+            keep to it, and have the bits of `activation`.
+        split_operations: operations that it computes faster in two steps, each with a grid: silu(x) = x * sigmoid(x).
+            Where it could compute them in float, 8 bits alone are split.
 
     >>> from qat.targets import profile_of
     >>> profile_of("tensorrt").refusal("activation", QuantSpec(signed=False))
@@ -81,19 +83,15 @@ class TargetProfile:
     quantizes_outputs: bool
     reasons: Mapping[str, Reason] = field(default_factory=dict, hash=False)
     float_biases: bool = False
-    without_vnni: str = ""
+    fixed_grids: Mapping[Operation, tuple[float, int]] = field(default_factory=dict, hash=False)
+    split_operations: frozenset[Operation] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", self.weight.resolved(default_spec("weight")))
         object.__setattr__(self, "activation", self.activation.resolved(default_spec("activation")))
 
     def refusal(self, tensor: Role, spec: QuantSpec) -> str | None:
-        """Why the runtime does not run this grid, and what to use instead, in one clause; None if it runs it.
-
-        Args:
-            tensor: "weight" or "activation".
-            spec: the grid; what it leaves open is the profile's.
-        """
+        """Why the runtime does not run a grid, completed by its own, and what to use instead; None if it runs it."""
         limits = self.weight_limits if tensor == "weight" else self.activation_limits
         spec = spec.resolved(self.weight if tensor == "weight" else self.activation)
         if spec.granularity not in limits.granularities:

@@ -28,11 +28,11 @@ from qat.testing.report import (
     index_of,
     largest,
     number,
-    plural,
     raising,
     require_close,
     uneven,
 )
+from qat.text import plural
 from qat.torch_internals import applied_function
 
 MOST_BLAMED = 2000
@@ -103,14 +103,11 @@ def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_second_order(estimator: Estimator, inputs: Inputs) -> str:
-    """The gradients, differentiated again by every slot and by the cotangent, equal the declared ones.
-
-    Terms as large as the gradients cancel here, so `atol` is relative to the largest gradient.
-    """
+    """The gradients, differentiated again by every slot and by the cotangent, equal the declared ones."""
     cotangent = uneven(estimator.output(inputs))
     got, expected = estimator.second_order(inputs, cotangent), estimator.declared_second_order(inputs, cotangent)
     size = max(largest(gradient) for gradient in filled(estimator.declared_gradients(inputs, cotangent), inputs))
-    atol = estimator.atol * max(1.0, size)
+    atol = estimator.atol * max(1.0, size)  # terms as large as the gradients cancel here
     for slot, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         for by, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             name = f"slot {by}" if by < len(inputs) else "the incoming gradient"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qat.text import plural
+
 LONGEST_DETAIL = 300
 
 
@@ -87,11 +89,6 @@ class GradcheckReport:
         if self.failures:
             count = f"{len(self.failures)} of {plural(len(self.results), 'check')} failed for {self.name}"
             raise GradcheckError("\n".join([count, *(f"  {each.name}: {each.detail}" for each in self.failures)]))
-
-
-def plural(count: int, noun: str) -> str:
-    """'1 slot', '2 slots'."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def first_line(error: Exception) -> str:

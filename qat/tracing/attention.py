@@ -44,19 +44,10 @@ def multi_head_attention(
     module: nn.MultiheadAttention, query: Any, key: Any, value: Any, key_padding_mask: Any = None,
     need_weights: bool = True, attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """`nn.MultiheadAttention` with one projection each for query, key and value.
-
-    Arguments as in its forward; `is_causal` is only a hint there, and the mask decides.
-    """
+    """`nn.MultiheadAttention` with a projection for each of query, key and value; the mask decides, not `is_causal`."""
     known = isinstance(query, fx.Proxy) and dimensions(query.node) is not None
     single = known and query.dim() == 2  # a guard in the graph checks it
-    if single:
-        query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    elif not module.batch_first:
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    mask = attention_core.additive_mask(attn_mask, key_padding_mask, module.num_heads, query.dtype)
-    parameters = dict(zip(attention_core.PROJECTIONS, projections(module), strict=True))
+    parameters = dict(zip(attention_core.PROJECTIONS, attention_core.projections(module), strict=True))
 
     def project(name: str, x: Any) -> Any:
         if name == "out_proj":
@@ -65,27 +56,10 @@ def multi_head_attention(
         projected.node.meta[LAYER_NAME] = name
         return projected
 
-    output, probabilities = attention_core.multihead_attention(
-        module, query, key, value, mask, project, _as_it_is, safe=not need_weights
-    )
-    weights = None
-    if need_weights:
-        weights = probabilities.mean(1) if average_attn_weights else probabilities
-    if single:
-        return output.squeeze(0), None if weights is None else weights.squeeze(0)
-    return (output if module.batch_first else output.transpose(0, 1)), weights
-
-
-def projections(module: nn.MultiheadAttention) -> list[tuple[Any, Any]]:
-    """Weight and bias of the query's, the key's and the value's projection."""
-    size = module.embed_dim
-    spans = [slice(size * part, size * (part + 1)) for part in range(3)]
-    bias = module.in_proj_bias
-    biases = [None] * 3 if bias is None else [bias[span] for span in spans]
-    weight = module.in_proj_weight
-    separate = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    weights = separate if weight is None else [weight[span] for span in spans]
-    return list(zip(weights, biases, strict=True))
+    return attention_core.multihead_attention(
+        module, query, key, value, (attn_mask, key_padding_mask), project, _as_it_is,
+        single=single, need_weights=need_weights, average=average_attn_weights,
+    )  # fmt: skip
 
 
 def _as_it_is(name: str, tensor: Any) -> Any:

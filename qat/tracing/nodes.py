@@ -17,15 +17,10 @@ WRITTEN_LATER = "qat_written_later"
 
 @dataclass(frozen=True)
 class Facts:
-    """What tracing learned about a node's tensor.
-
-    Attributes:
-        axes: number of axes.
-        quantizable: whether it held finite floating-point numbers; a mask of minus infinity has no range.
-    """
+    """What tracing learned about a node's tensor."""
 
     axes: int
-    quantizable: bool
+    quantizable: bool  # whether it held finite floating-point numbers; a mask of minus infinity has no range
 
     @classmethod
     def of(cls, value: Any) -> "Facts | None":

@@ -43,20 +43,14 @@ SIZED = ("zeros", "ones", "empty", "rand", "randn")
 CONVERTING = ("as_tensor", "asarray", "tensor")
 """Functions of torch that take any data; a proxy of a size becomes a node."""
 
-_one_at_a_time = threading.RLock()
-
-
-@contextmanager
-def tracing_alone() -> Iterator[None]:
-    """A context that one thread at a time can be in; the same thread may enter it again."""
-    with _one_at_a_time:
-        yield
+tracing_alone = threading.RLock()
+"""A context that one thread at a time can be in; the same thread may enter it again."""
 
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
     """A context in which attention and encoder layers run as plain operators in this thread."""
-    with tracing_alone(), _replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
+    with tracing_alone, _replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
         yield
 
 
@@ -106,7 +100,7 @@ def gradients_refused(is_paused: Callable[[], bool]) -> Iterator[None]:
     if ARGUMENT_UNWRAPPING is not None:  # torch 2.11 passes arguments to C++ before it creates the context
         unwrap = getattr(*ARGUMENT_UNWRAPPING)
         functions[ARGUMENT_UNWRAPPING] = lambda x: x if issubclass(type(x), fx.Proxy) else unwrap(x)
-    with tracing_alone(), _replaced_here(functions):
+    with tracing_alone, _replaced_here(functions):
         yield
 
 

@@ -46,7 +46,7 @@ def rewinding() -> Iterator[Callable[[], None]]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context in which torch's, Python's and NumPy's generators start from a seed; for one thread at a time."""
-    with tracing_alone(), rewinding():
+    with tracing_alone, rewinding():
         torch.default_generator.manual_seed(seed)
         if _cards():
             torch.cuda.manual_seed_all(seed)
@@ -66,10 +66,7 @@ def python_state() -> bytes:
 
 
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which this thread may not draw random numbers with torch: a graph would keep them as a constant.
-
-    While tracing is paused it may.
-    """
+    """A context in which this thread may draw no random numbers with torch, which a graph would keep as constants."""
 
     def __init__(self, is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -52,11 +52,7 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
 
 
 def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dict[str, str]]:
-    """The model's graph in its present mode, and the functions that it could not trace into, name to reason.
-
-    Raises:
-        UntraceableError: if torch.fx cannot trace the model, or the graph's output for the examples differs.
-    """
+    """The model's graph in its present mode, and the functions that it could not trace into, name to reason."""
     try:
         with torch.enable_grad():
             tracer = QuantTracer(examples)
@@ -95,11 +91,7 @@ def _merge_selections(graph: fx.Graph) -> None:
 
 
 def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
-    """The graph, and whether forward drew from Python's or NumPy's generators.
-
-    Raises:
-        UntraceableError: if forward changes an attribute and no example inputs tell whether it matters.
-    """
+    """The graph, and whether forward drew from Python's or NumPy's generators."""
     with (
         seeded(0), torch_takes_proxies(), gradients_refused(lambda: tracer.is_paused),
         NoDraws(lambda: tracer.is_paused), restoring_state(model) as changes,
@@ -116,8 +108,7 @@ def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
 def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, graph: fx.Graph, draws: bool) -> None:
     """Refuse a graph that computes something else: Python code may treat a proxy wrongly, draw numbers, or count calls.
 
-    The model runs with another random seed than the trace, and without gradients. The modules that the graph calls
-    handle their modes themselves; here they run in evaluation, as they did for the graph's output.
+    The model runs with another random seed, and the modules that the graph calls in evaluation, as for its output.
     """
 
     def run() -> Any:

@@ -104,11 +104,7 @@ def _comparable(value: Any) -> Any:
 
 
 def changed_by_mode(module: nn.Module) -> str | None:
-    """What a module's own `train()` or `eval()` changes at every switch beside the modes, as torch's do not.
-
-    Returns:
-        The name of such a mode, tensor or attribute; None without any.
-    """
+    """What a module's own `train()` or `eval()` changes at every switch beside the modes, by name; None if nothing."""
     if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
         return None
     own = copy.deepcopy(module)

@@ -70,17 +70,13 @@ class QuantTracer(fx.Tracer):
     Its graphs may pass submodules as arguments: a layer takes its input's quantizer and its BatchNorm. So a prepared
     model can be pickled: GraphModule is rebuilt by tracing its code again. Attention, and functions that a library
     marks as untraceable (`torch.fx.wrap`), are split into their operations.
-
-    Attributes:
-        examples: argument name to value; None traces without.
-        opaque: functions that could not be split, name to reason.
     """
 
     def __init__(self, examples: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
-        self.examples = examples
-        self.opaque: dict[str, str] = {}
+        self.examples = examples  # argument name to value; None traces without
+        self.opaque: dict[str, str] = {}  # functions that could not be split, name to reason
         self._values: dict[fx.Node, Any] = {}
         self._guarded: set[fx.Node] = set()
         self._running = False
@@ -89,7 +85,7 @@ class QuantTracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         """Trace while no other thread does, since torch.fx patches nn.Module."""
-        with tracing_alone():
+        with tracing_alone:
             self._thread = threading.get_ident()
             return super().trace(root, concrete_args)
 
@@ -190,11 +186,7 @@ class QuantTracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def guard(self, proxy: Any) -> Any:
-        """The proxy's value for the example inputs; a guard in the graph refuses any other value.
-
-        Raises:
-            TraceError: if it depends on the values of a tensor, and not only on sizes.
-        """
+        """The proxy's value for the example inputs, if sizes alone decide it; a guard in the graph refuses others."""
         value = proxy.hint
         if self._follows_values(proxy.node):
             raise TraceError("the way through the model depends on the values of a tensor")

@@ -91,11 +91,7 @@ def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
 
 
 def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add the nodes of evaluation alone to the training graph.
-
-    Returns:
-        The nodes of evaluation to the equal nodes of the training graph.
-    """
+    """Add the nodes of evaluation alone to the training graph; return evaluation's others with their equals there."""
     same: dict[Any, list[fx.Node]] = {}
     for node in training.nodes:
         same.setdefault(_what(node, {}, model), []).append(node)

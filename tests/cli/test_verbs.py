@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import qat
-from qat.cli import export, runs
+from qat.cli import export, runs, runtimes
 from qat.cli.command import VERBS, build_parser
 from qat.training import script
 from qat.training.run.checkpoint import state_digest
@@ -49,7 +49,7 @@ def test_it_is_a_module_that_python_runs() -> None:
     [
         (["verify", "nothing"], "RUN: 'nothing' does not exist (looked in '"),
         (["verify", "images"], "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.o"),
-        (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is not an .onnx file; give the folder of a run"),
+        (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is no .onnx or .tflite file; give the folder of"),
         (["predict", "runs/pets", "x.png"], "IMAGE: 'x.png' does not exist (looked in '"),
         (["verify", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of its run"),
         (["evaluate", "runs/pets", "data.root=nowhere"], "data.root: 'nowhere/train' cannot be read"),
@@ -126,6 +126,12 @@ def test_export_writes_the_same_integers_again_and_proves_them(pets: Path, verb:
     graph = onnx.load(tmp_path / "other.onnx")
     assert (status, graph.graph.input[0].name, graph.graph.output[0].name) == (0, "photo", "scores"), err
     assert graph.opset_import[0].version == 20
+    for kind, said in (
+        ("qoperator", "100.00 % equal predictions"),
+        ("qonnx", "not proven: ONNX Runtime has no operator"),
+    ):
+        status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / f"{kind}.onnx"), "--format", kind)
+        assert status == 0 and said in out, err
     status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "again.onnx"))
     assert status == 0 and "100.00 % equal predictions" in out, err
     first, second = (onnx.load(path) for path in (pets / "runs" / "pets" / "model.onnx", tmp_path / "again.onnx"))
@@ -215,12 +221,12 @@ def test_an_override_may_stand_behind_an_option(verb: Verb) -> None:
     assert status == 0 and "torch" in out, err
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(9))
 def test_the_commands_of_the_page_run(number: int, pets: Path, verb: Verb, tmp_path: Path) -> None:
     """docs/run_folder.md's, on a run of the name that it uses, and a picture."""
     page = (Path(qat.__file__).parents[1] / "docs" / "run_folder.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("python -m qat ")]
-    assert len(lines) == 8 and sorted(["train", *(line.split()[3] for line in lines)]) == sorted(VERBS)
+    assert len(lines) == 9 and sorted(["train", *(line.split()[3] for line in lines)]) == sorted(VERBS)
     shutil.copytree(pets / "runs" / "pets", tmp_path / "pets-2")
     words = [word.replace("pets.onnx", str(tmp_path / "pets.onnx")) for word in lines[number].split()[3:]]
     words = [word.replace("runs/pets-2", str(tmp_path / "pets-2")) for word in words]
@@ -267,7 +273,7 @@ def test_openvino_answers_too(pets: Path, verb: Verb, monkeypatch: pytest.Monkey
         for runtime in ("onnxruntime", "openvino")
     ]
     assert list(scores[0].values()) == pytest.approx(list(scores[1].values()), abs=0.02)
-    monkeypatch.setattr(runs, "_core", runs._core.__wrapped__)
+    monkeypatch.setattr(runtimes, "_core", runtimes._core.__wrapped__)
     monkeypatch.setitem(sys.modules, "openvino", None)
     status, _, err = verb("evaluate", "runs/pets", "--runtime", "openvino")
     assert (status, err) == (2, "--runtime: openvino is not installed; pip install openvino\n")

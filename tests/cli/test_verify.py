@@ -40,7 +40,7 @@ def test_a_file_of_other_weights_is_named_as_such(copied: Path, verb: Verb) -> N
     next(each for each in proto.metadata_props if each.key == "state_sha256").value = '"another"'
     onnx.save(proto, copied / "model.onnx")
     status, out, _ = verb("verify", str(copied), "--layers")
-    assert status == 1 and "first layer beyond near-ties: features.3.squeeze_quantizer, " in out
+    assert status == 1 and "first layer beyond rounding: features.3.squeeze_quantizer, " in out
     assert "cause: the file is of other weights than the checkpoint: " in out
     assert out.endswith("the file is NOT the trained model\n") and "beyond ties" in out
 
@@ -54,7 +54,7 @@ def test_another_scale_is_a_file_that_computes_the_layer_otherwise(copied: Path,
     node.input[1] = "another_scale"
     onnx.save(proto, copied / "model.onnx")
     status, out, _ = verb("verify", str(copied))
-    assert status == 1 and "first layer beyond near-ties: features.3.squeeze_quantizer, " in out
+    assert status == 1 and "first layer beyond rounding: features.3.squeeze_quantizer, " in out
     assert "probable cause: the file computes this layer otherwise" in out
 
 

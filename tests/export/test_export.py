@@ -161,7 +161,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], type[Exception], str]] = [
     (lambda: qat.prepare(Small()), ValueError,
      "'input_quantizer' has no range yet; call qat.calibrate(model, batches) first"),
     (lambda: small_model(qat.QuantRecipe(overrides={"conv": {"weight": {"bits": 12}}})), ValueError,
-     "'conv.weight_quantizer' has the integers -2047 to 2047; ONNX Runtime's integer kernels take at most 8 bits"),
+     "'conv.weight_quantizer' has the integers -2047 to 2047; integer kernels take at most 8 bits"),
 ]  # fmt: skip
 
 

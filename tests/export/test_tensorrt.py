@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 import qat
-from qat.export import compare_layers
+from qat.export import compare_layers, lint_onnx
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -94,5 +94,23 @@ def check_weight(node: Any, made_by: dict[str, Any], stored: dict[str, np.ndarra
 def test_onnx_runtime_proves_it(exported: tuple[nn.Module, Tensor, Path]) -> None:
     """It makes the same int32 biases of the floats where it computes in integers."""
     model, x, path = exported
+    assert not any(each.beyond_ties for each in compare_layers(path, model, x))
+    assert qat.verify_onnx(path, model, [x]).agreement == 1
+    assert {each.rule.name for each in lint_onnx(path, "tensorrt")} <= {"quantized-sum", "float-operand"}
+
+
+def test_few_bits_are_neither_packed_nor_clipped_as_integers(tmp_path: Path) -> None:
+    """Nothing stands between Q and DQ, the file is one that `lint_onnx` lets pass, and every integer is the model's."""
+    torch.manual_seed(0)
+    x, path = 3 * torch.randn(16, 3, 13, 13), tmp_path / "model.onnx"
+    overrides = {"*": {"weight": {"bits": 4}, "activation": {"bits": 3}}, "left_in_float": {"skip": True}}
+    model = qat.prepare(Net(), qat.QuantRecipe(target="tensorrt", overrides=overrides), x)
+    qat.calibrate(model, [x])
+    qat.export_onnx(model.eval(), path, x)
+    graph = onnx.load(path).graph
+    kinds = {tensor.data_type for tensor in graph.initializer}
+    assert kinds <= {TensorProto.FLOAT, TensorProto.INT8, TensorProto.INT64}
+    assert sum(node.op_type == "Clip" for node in graph.node) >= 4
+    assert not [each for each in lint_onnx(path, "tensorrt") if each.severity == "error"]
     assert not any(each.beyond_ties for each in compare_layers(path, model, x))
     assert qat.verify_onnx(path, model, [x]).agreement == 1

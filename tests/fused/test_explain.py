@@ -244,7 +244,8 @@ def test_rules_grids_and_layers(
     assert how == PLAINLY and re.match(fact if fact.startswith("its") else f".*{fact}", why)
 
 
-def test_an_affine_weight() -> None:
+def test_an_affine_weight(as_processor: Callable[[str], None]) -> None:
+    as_processor("vnni")
     model = of_model(nn.Linear(16, 16), x=X)
     assert row(model, "0")[1] == ""
     quantizer: Any = model.get_submodule("0.weight_quantizer")
@@ -290,14 +291,14 @@ def test_what_a_quantizer_is_computed_with() -> None:
     x = torch.randn(4, 3, 8, 8)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.silu(self.norm(self.first(x)))
+        y = self.act(self.norm(self.first(x)))
         y = F.relu(self.second(y) + y)
         return self.last(self.leaky(self.third(y)))
 
     convs = {name: nn.Conv2d(4 if name != "first" else 3, 4, 1) for name in ("first", "second", "third", "last")}
-    others = {"norm": nn.BatchNorm2d(4), "silu": nn.SiLU(), "leaky": nn.LeakyReLU(0.1)}
+    others = {"norm": nn.BatchNorm2d(4), "act": nn.Hardswish(), "leaky": nn.LeakyReLU(0.1)}
     model = prepared(Plain(forward, **convs, **others), x)
-    for name, fused in (("first", "norm"), ("silu", "silu"), ("add", "add, relu")):
+    for name, fused in (("first", "norm"), ("act", "act"), ("add", "add, relu")):
         assert row(model, f"{name}_quantizer") == ("on codes", f"in one pass with {fused}")
     assert "leaky" not in row(model, "leaky_quantizer")[1]
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import qat
 from qat.fused.functions.codes import DecodeFunction
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import assert_same, images, prepared, results, two_threads
@@ -54,7 +55,7 @@ def test_active_dropout_takes_probabilities_off_their_grid(counted: list[str]) -
 CURVES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "gelu": nn.GELU,
     "gelu by tanh as a function": lambda: lambda x: F.gelu(x, approximate="tanh"),
-    "silu in place": lambda: nn.SiLU(inplace=True),
+    "silu in place": lambda: nn.SiLU(inplace=True),  # with 4 bits, for which it is not split
     "hardswish as a function": lambda: lambda x: F.hardswish(x, inplace=True),
 }
 
@@ -65,7 +66,8 @@ def test_curves(name: str, channels_last: bool, counted: list[str]) -> None:
     x = images(channels_last)
     layers = {"conv": nn.Conv2d(3, 16, 3, bias=False), "norm": nn.BatchNorm2d(16), "last": nn.Conv2d(16, 5, 3)}
     net = Plain(lambda self, x: self.last(self.act(self.norm(self.conv(x)))), **layers, act=CURVES[name]())
-    assert_same(prepared(net, x), x)
+    recipe = qat.QuantRecipe(activation=qat.QuantSpec(bits=4 if "silu" in name else 8))
+    assert_same(prepared(net, x, recipe), x)
     assert counted.count("QuantizeCurveFunction") == counted.count("CodesProductFunction") / 2 > 0
 
 

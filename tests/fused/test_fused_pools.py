@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, carrier_for
 from qat.fused.functions.movement import max_pool
-from qat.fused.movement import window_of
+from qat.integers.movement import window_of
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import assert_same, images, prepared, two_threads
 from tests.references.prepared_case import Plain

@@ -116,7 +116,7 @@ CHAIN = "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)"
 AFTERWARDS = {
     "an activation replaced": ("nn.ReLU()", "model.m1 = nn.SiLU()"),
     "an activation put in": ("nn.Identity()", "model.m1 = nn.ReLU()"),
-    "an activation left out": ("nn.SiLU()", "model.m1 = nn.Identity()"),
+    "an activation left out": ("nn.Hardswish()", "model.m1 = nn.Identity()"),
     "a pool left out": ("nn.MaxPool2d(3, 1, 1)", "model.m1 = nn.Identity()"),
     "a pool changed": ("nn.MaxPool2d(3, 1, 1)", "model.m1.stride = 2"),
     "a bound changed": ("nn.ReLU6()", "model.m1.max_val = 1.0"),

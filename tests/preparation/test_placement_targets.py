@@ -83,9 +83,9 @@ def test_an_operation_gets_grids_as_its_target_computes_it(operation: str, targe
     model = prepared(operation, target)
     operands = [quantizer_behind(model, name) for name in ("a", "c")[: 1 + both]]
     result = input_grid(model, "b")
-    if operation in profile.float_operations:
+    if operation in profile.float_operations - profile.split_operations:
         assert operands == [None] * len(operands)
-    elif operation in PRODUCTS_AND_SUMS or profile.quantizes_outputs:
+    elif operation in PRODUCTS_AND_SUMS | profile.split_operations or profile.quantizes_outputs:
         wanted = operands[:1] if operation == "div" else operands
         assert all(isinstance(operand, Quantizer) for operand in wanted)
     if operation in profile.shared_grids:
@@ -159,8 +159,30 @@ def test_the_net_computes_as_the_float_one_and_every_grid_learns(target: Any) ->
     assert_close_to_float(net, model, x, error=0.08)
     model.train()
     model(draw(3, 3, 8, 8, seed=1)).square().sum().backward()
+    fixed = {f"{name}.scale": each for name, each in model.named_modules() if getattr(each, "is_fixed", False)}
+    assert bool(fixed) == bool(PROFILES[target].fixed_grids)
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+        if name not in fixed:
+            assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+
+
+@pytest.mark.parametrize(("operation", "target_grid"), PROFILES["litert"].fixed_grids.items())
+def test_a_fixed_grid_survives_data_and_switches(operation: str, target_grid: tuple[float, int]) -> None:
+    function = {"softmax": lambda x: x.softmax(1)}.get(operation, getattr(F, operation, None))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(function(self.first(x)))
+
+    model = qat.prepare(Net(), qat.QuantRecipe(target="litert"), torch.randn(2, 4))
+    qat.calibrate(model, [torch.randn(8, 4)])
+    qat.freeze_scales(model, False)
+    (fixed,) = [each for each in model.modules() if isinstance(each, Quantizer) and each.is_fixed]
+    assert tuple(float(each) for each in fixed.grid()) == target_grid and not fixed.scale.requires_grad
 
 
 def test_integer_only_computes_with_integers_and_nothing_else() -> None:

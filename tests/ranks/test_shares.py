@@ -12,11 +12,10 @@ import qat
 from qat.collectives import rank
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.config.stages import QATStageConfig
-from qat.training.data.loaders import load_data
+from qat.training.data import loaders
+from qat.training.data.loaders import RankBatches, load_data
 from qat.training.loop.device import seed_everything
 from qat.training.loop.evaluation import evaluate
-from qat.training.ranks import order
-from qat.training.ranks.order import RankBatches
 from tests.runs.tiny_training import CPU, curves, on_ranks, stage_run, train
 
 
@@ -29,13 +28,13 @@ def test_the_shares_of_a_batch_make_it_up(
     def shares(first: int, alone: bool = False) -> list[list[list[int]]]:
         found = []
         for number in range(count):
-            monkeypatch.setattr(order, "rank", lambda number=number: number)
+            monkeypatch.setattr(loaders, "rank", lambda number=number: number)
             batches = RankBatches(range(images), 8, whole, alone)
             batches.first = first
             found.append(list(batches))
         return found
 
-    monkeypatch.setattr(order, "rank_count", lambda: count)
+    monkeypatch.setattr(loaders, "rank_count", lambda: count)
     one = [list(range(start, min(start + 8, images))) for start in range(0, images, 8)]
     if whole and len(one) > 1 and images % 8:
         one = one[:-1]

@@ -19,7 +19,7 @@ from qat.targets import PROFILES, profile_of
 from tests.references.rule_specs import plain
 
 EACH = pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
-SHIPPED = ["onnxruntime", "onnxruntime_x86", "tensorrt", "openvino", "qnnpack", "integer_only"]
+SHIPPED = ["onnxruntime", "onnxruntime_x86", "tensorrt", "openvino", "qnnpack", "integer_only", "litert"]
 TENSORS = ("weight", "activation")
 
 
@@ -27,8 +27,8 @@ def test_every_target_has_its_profile() -> None:
     assert list(PROFILES) == SHIPPED == [profile.name for profile in PROFILES.values()]
     assert all(profile_of(name) is profile for name, profile in PROFILES.items())
     with pytest.raises(ValueError) as refusal:
-        profile_of("tflite")
-    assert str(refusal.value) == f"unknown target 'tflite'; registered: {', '.join(SHIPPED)}"
+        profile_of("riscv")
+    assert str(refusal.value) == f"unknown target 'riscv'; registered: {', '.join(SHIPPED)}"
 
 
 @EACH
@@ -108,10 +108,13 @@ def test_the_published_facts() -> None:
     integer = PROFILES["integer_only"]
     assert (integer.activation.qmin, integer.activation.qmax, integer.activation.symmetric) == (-128, 127, False)
     assert integer.quantizes_outputs and not integer.float_operations
-    assert [name for name, profile in PROFILES.items() if profile.quantizes_outputs] == ["integer_only"]
+    assert [name for name, profile in PROFILES.items() if profile.quantizes_outputs] == ["integer_only", "litert"]
     assert {name for name, profile in PROFILES.items() if "cat" in profile.shared_grids} == {
-        "tensorrt", "openvino", "qnnpack", "integer_only",
+        "tensorrt", "openvino", "qnnpack", "integer_only", "litert",
     }  # fmt: skip
+    litert = PROFILES["litert"]
+    assert litert.fixed_grids["sigmoid"] == litert.fixed_grids["softmax"] == (1 / 256, -128)
+    assert litert.fixed_grids["tanh"] == (1 / 128, 0) and not integer.fixed_grids
     assert all("max_pool" in profile.shared_grids for profile in PROFILES.values())
 
 

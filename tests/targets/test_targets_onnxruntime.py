@@ -7,8 +7,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
+import qat
+import qat.export
 from qat.targets import PROFILES
 
 PROFILE = PROFILES["onnxruntime"]
@@ -86,6 +90,16 @@ def test_an_operation_computes_in_float_exactly_where_the_profile_says_so(operat
     in_integers = any(name.startswith("QLinear") for name in found)
     assert in_integers == (found["QuantizeLinear"] == inputs and found["DequantizeLinear"] == 1)
     assert in_integers != (operation in PROFILE.float_operations), found
+
+
+@pytest.mark.parametrize(("bits", "operators"), [(8, {"QLinearSigmoid", "QLinearMul"}), (4, {"Sigmoid", "Mul"})])
+def test_silu_is_split_at_8_bits(bits: int, operators: set[str], tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 6, 6)
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 1)).eval()
+    model = qat.prepare(float_model, qat.QuantRecipe(activation={"bits": bits}), x)
+    qat.calibrate(model, [x])
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
+    assert operators <= set(qat.export.optimized_operators(tmp_path / "model.onnx"))
 
 
 def test_every_float_operation_was_asked() -> None:

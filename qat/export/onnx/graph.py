@@ -26,3 +26,22 @@ def unused_name(graph: Any, wanted: str) -> str:
     while wanted in taken:
         wanted += "_"
     return wanted
+
+
+def drop_unread(graph: Any) -> None:
+    """Remove the operators whose results nothing reads, and then such initializers."""
+    read = {output.name for output in graph.output}
+    for node in reversed(list(graph.node)):
+        if read & set(node.output):
+            read |= _read_by(node)
+        else:
+            graph.node.remove(node)
+    for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
+        graph.initializer.remove(tensor)
+
+
+def _read_by(node: Any) -> set[str]:
+    """What an operator reads, itself or in the graphs inside it."""
+    graphs = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    inner = [_read_by(each) for graph in graphs for each in graph.node]
+    return set(node.input).union(*inner, *({output.name for output in graph.output} for graph in graphs))

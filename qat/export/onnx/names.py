@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qat.export.integers.evaluation import numbered
 from qat.export.onnx.graph import readers
 from qat.export.onnx.operators import LAYER, QUANTIZER
+from qat.integers.evaluation import numbered
 
 
 def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.export.integers.frozen import Operations
+from qat.integers.frozen import Operations
 
 OPSET = 21
 """The first opset with containers of 4 bits, and with 16-bit integers in QuantizeLinear."""
 
-OPSETS = range(18, 24)
+OPSETS = range(18, 26)
 """Those that torch.onnx writes and ONNX Runtime 1.31 computes in integers."""
 
 QUANTIZER = "qat.quantizer"

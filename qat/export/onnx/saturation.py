@@ -47,6 +47,9 @@ CHANNEL_AXIS = {"Conv": 0, "Gemm": -1, "MatMul": -1}
 """Operators with integer kernels, and the axis of their second operand that holds the output channels. ConvTranspose is
 missing: ONNX Runtime computes it in float."""
 
+INTEGER_PRODUCTS = {"QLinearConv": (3, 0), "MatMulInteger": (1, -1)}
+"""Those of the format QOperator: which operand is the weight, and the axis that holds the output channels."""
+
 PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Identity")
 """Operators of one operand whose results are some of its integers."""
 
@@ -54,23 +57,33 @@ PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool",
 def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
     """Every product of uint8 by int8 in a file from `export_onnx`, in the order in which they run; each layer once.
 
+    Of the format QOperator those with a stored weight, and of QONNX none.
+
     Args:
         path: the file.
     """
     import onnx
 
-    graph = onnx.load(path).graph
+    return saturation_of(onnx.load(path).graph)
+
+
+def saturation_of(graph: Any) -> list[Saturation]:
+    """`find_saturation` in a graph; the layers of another tool's file have the names of their operators."""
     made, stored = makers(graph), stored_arrays(graph)
     found: dict[str, list[int]] = {}
     for node in graph.node:
-        if node.op_type not in CHANNEL_AXIS:
-            continue
-        first, second = (_origin(made.get(name), made) for name in node.input[:2])
-        if second is None or second.op_type != "DequantizeLinear":
-            continue
-        rows = _rows(node, second, stored, made)
+        layer, rows = "", None
+        if node.op_type in INTEGER_PRODUCTS:
+            place, axis = INTEGER_PRODUCTS[node.op_type]
+            layer, first = node.name.rpartition(".weight")[0], node
+            rows = _channels(stored.get(node.input[place]), axis)
+        elif node.op_type in CHANNEL_AXIS:
+            first, second = (_origin(made.get(name), made) for name in node.input[:2])
+            if second is not None and second.op_type == "DequantizeLinear":
+                stays = second.input[0] in stored
+                layer = second.name.rpartition(".weight")[0] or node.name if stays else second.input[0]
+                rows = _rows(node, second, stored, made)
         if rows is not None:
-            layer = second.name.rpartition(".weight")[0] if second.input[0] in stored else second.input[0]
             code = _highest_code(first, stored, made)
             sums = [worst_pair(row, code) for row in rows]
             found[layer] = [max(pair, key=abs) for pair in zip(sums, found.get(layer, sums), strict=True)]
@@ -103,22 +116,26 @@ def _origin(node: Any, made: dict[str, Any]) -> Any:
 def _rows(node: Any, second: Any, stored: dict[str, Any], made: dict[str, Any]) -> list[Any] | None:
     """The int8 values of the second operand, one row for each output channel; None if they are not int8."""
     if second.input[0] in stored:
-        weight = stored[second.input[0]]
-        if weight.dtype != np.int8:
-            return None
         # The axis of the scales is that of the output channels, wherever a transposition puts them.
         axes = [attribute.i for attribute in second.attribute if attribute.name == "axis"]
         scale = stored[second.input[1]]
         axis = axes[0] if axes and scale.ndim else CHANNEL_AXIS[node.op_type]
-        return list(np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1))
+        return _channels(stored[second.input[0]], axis)
     low, high = _bounds(second, stored, made)
     # Only the bounds of activations are known, and each may occur twice.
     return [np.array([low, low, high, high])] if low < 0 else None
 
 
+def _channels(weight: Any, axis: int) -> list[Any] | None:
+    """The rows of a weight in int8, one for each index along an axis; None of anything else."""
+    if weight is None or weight.dtype != np.int8:
+        return None
+    return list(np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1))
+
+
 def _highest_code(first: Any, stored: dict[str, Any], made: dict[str, Any]) -> int:
     """The highest code of the first operand as uint8; ONNX Runtime adds 128 to int8."""
-    if first is None or first.op_type != "DequantizeLinear":
+    if first is None or first.op_type not in ("DequantizeLinear", *INTEGER_PRODUCTS):
         return HIGHEST_CODE
     low, high = _bounds(first, stored, made)
     return high + 128 if low < 0 else high
@@ -126,9 +143,10 @@ def _highest_code(first: Any, stored: dict[str, Any], made: dict[str, Any]) -> i
 
 def _bounds(dequantize: Any, stored: dict[str, Any], made: dict[str, Any]) -> tuple[int, int]:
     """The lowest and highest integer of an activation: those of the Clip before it, or of its container."""
-    before = made.get(dequantize.input[0])
+    before = _origin(made.get(dequantize.input[0]), made)
     if before is not None and before.op_type == "Clip":
         low, high = (int(stored[name]) for name in before.input[1:3])
         return low, high
-    limits = np.iinfo(stored[dequantize.input[2]].dtype)
+    zero_point = stored.get(dequantize.input[2]) if len(dequantize.input) > 2 else None
+    limits = np.iinfo(np.uint8 if zero_point is None or zero_point.dtype.kind not in "iu" else zero_point.dtype)
     return int(limits.min), int(limits.max)

@@ -73,7 +73,7 @@ def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
             before.op_type = "Sum"
 
 
-def fold_clips(proto: Any) -> None:
+def fold_clips(proto: Any, *, of_floats: bool = False) -> None:
     """Leave out every Clip and Relu of floats whose readers are quantizers, whose integers are clipped instead.
 
     Those that ONNX Runtime drops by itself stay. An integer Clip is added in uint8 alone: the int8 grids of TensorRT,
@@ -81,18 +81,19 @@ def fold_clips(proto: Any) -> None:
 
     Args:
         proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
+        of_floats: clip the floats in front of all quantizers then: TensorRT reads no Clip of integers.
     """
     from onnx import numpy_helper
 
     stored, read_by = stored_arrays(proto.graph), readers(proto.graph)
     for node in list(proto.graph.node):
-        limits = _limits(node, stored)
+        limits = limits_of(node, stored)
         found = [_integers_of(each, read_by, stored) for each in read_by.get(node.output[0], [])] if limits else []
-        if not found or None in found or all(clip is None and _ends_within(limits, grid) for _, clip, grid in found):
+        if not found or None in found or all(clip is None and ends_within(limits, grid) for _, clip, grid in found):
             continue
         for quantizer, clip, grid in found:
             quantizer.input[0] = node.input[0]
-            within = LEVELS if clip is None else _constants(clip.input[1:3], stored)
+            within = LEVELS if clip is None else constants(clip.input[1:3], stored)
             bounds = _narrowed(limits, within, grid)
             if clip is None and bounds == list(LEVELS):
                 continue
@@ -101,13 +102,15 @@ def fold_clips(proto: Any) -> None:
                 clip.input[place] = f"{clip.output[0]}.{name}_clipped"
                 proto.graph.initializer.append(numpy_helper.from_array(value, clip.input[place]))
         proto.graph.node.remove(node)
+    if of_floats:
+        _clip_floats(proto.graph)
 
 
-def _limits(node: Any, stored: Mapping[str, Array]) -> list[Array] | None:
+def limits_of(node: Any, stored: Mapping[str, Array]) -> list[Array] | None:
     """The floats between which an operator clips; None if it does not."""
     if node.op_type == "Relu":
         return [np.array(0, np.float32), np.array(np.inf, np.float32)]
-    limits = _constants(node.input[1:3], stored) if node.op_type == "Clip" else None
+    limits = constants(node.input[1:3], stored) if node.op_type == "Clip" else None
     return limits if limits is not None and limits[0].dtype == np.float32 else None
 
 
@@ -115,18 +118,19 @@ def _integers_of(node: Any, read_by: Mapping[str, list[Any]], stored: Mapping[st
     """A QuantizeLinear on one constant grid, the Clip of its integers or None, and the grid; None for anything else."""
     if node is None or node.op_type != "QuantizeLinear":
         return None
-    grid, after = _constants(node.input[1:3], stored), read_by.get(node.output[0], [])
+    grid, after = constants(node.input[1:3], stored), read_by.get(node.output[0], [])
     if grid is None or any(len(np.unique(part)) != 1 for part in grid):
         return None
     clip = after[0] if len(after) == 1 and after[0] is not None and after[0].op_type == "Clip" else None
     if clip is None:
         return (node, None, grid) if grid[1].dtype == np.uint8 else None
-    return (node, clip, grid) if _constants(clip.input[1:3], stored) is not None else None
+    return (node, clip, grid) if constants(clip.input[1:3], stored) is not None else None
 
 
-def _ends_within(limits: Any, grid: Any) -> bool:
+def ends_within(limits: Any, grid: Any) -> bool:
     """Whether the values of a grid of 8 bits end within limits, so that clipping them changes nothing."""
-    low, high = ((level - grid[1].astype(np.float32).max()) * grid[0].max() for level in LEVELS)
+    ends = np.iinfo(grid[1].dtype)
+    low, high = ((level - grid[1].astype(np.float32).max()) * grid[0].max() for level in (ends.min, ends.max))
     return bool(low >= limits[0] and high <= limits[1])
 
 
@@ -141,7 +145,7 @@ def _added_clip(graph: Any, quantizer: Any) -> Any:
     return graph.node[place + 1]
 
 
-def _constants(names: Any, stored: Mapping[str, Array]) -> list[Array] | None:
+def constants(names: Any, stored: Mapping[str, Array]) -> list[Array] | None:
     """The values of two inputs; None if one is missing or computed."""
     return [stored[name] for name in names] if len(names) == 2 and all(name in stored for name in names) else None
 
@@ -153,6 +157,30 @@ def _narrowed(limits: Any, integers: Any, grid: Any) -> list[Array]:
     with np.errstate(over="ignore"):  # a bound of infinity, or of the largest float
         ends = [np.clip(np.rint(limit / scale) + np.float32(zero_point), low, high) for limit in limits]
     return [np.array(end, integers[0].dtype).reshape(integers[0].shape) for end in ends]
+
+
+def _clip_floats(graph: Any) -> None:
+    """Clip what a QuantizeLinear reads instead of its integers.
+
+    These are the same: Q((low - zero_point) * scale) = low, and rounding keeps the order of numbers.
+    """
+    from onnx import numpy_helper
+
+    stored, made_by = stored_arrays(graph), makers(graph)
+    for clip in [node for node in graph.node if node.op_type == "Clip"]:
+        quantizer = made_by.get(clip.input[0])
+        if quantizer is None or quantizer.op_type != "QuantizeLinear":
+            continue
+        scale, zero_point = (stored[name].astype(np.float32) for name in quantizer.input[1:3])
+        clipped, bounds = f"{clip.output[0]}.clipped", clip.input[1:3]
+        for place, bound in enumerate(bounds, 1):
+            clip.input[place] = f"{bound}.{clipped}"
+            graph.initializer.append(numpy_helper.from_array((stored[bound] - zero_point) * scale, clip.input[place]))
+        quantizer.output[0], clip.output[0] = clip.output[0], clipped
+        clip.input[0], quantizer.input[0] = quantizer.input[0], clipped
+        moved = type(clip).FromString(clip.SerializeToString())
+        graph.node.remove(clip)
+        graph.node.insert(list(graph.node).index(quantizer), moved)
 
 
 def add_barriers(proto: Any) -> None:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.export.integers.freezing import replace_call
-from qat.export.integers.frozen import FrozenQuantizer, stored_offset
 from qat.export.onnx.operators import GlobalAveragePool, OnnxOperations
+from qat.integers.freezing import replace_call
+from qat.integers.frozen import FrozenQuantizer, stored_offset
 from qat.preparation.operations import (
     AVERAGING,
     SPLITTING_FUNCTIONS,

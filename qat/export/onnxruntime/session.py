@@ -1,5 +1,6 @@
 """An ONNX Runtime session: how it is opened, and run."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,22 @@ from qat.torch_internals import pytree
 
 
 def open_session(
-    model: bytes, optimize: bool = True, optimized: Path | None = None, exact: bool = True, threads: int = 0
+    path: str | os.PathLike[str],
+    optimize: bool = True,
+    optimized: Path | None = None,
+    exact: bool = True,
+    threads: int = 0,
+    content: bytes | None = None,
 ) -> Any:
     """A session on the CPU.
 
     Args:
-        model: the file's content.
+        path: the file.
         optimize: with ONNX Runtime's default graph optimisation, or with none.
         optimized: where to write the optimised graph, if anywhere.
         exact: with exact integer products on every processor; false: as the runtime multiplies by default.
         threads: 0 for as many as the runtime takes.
+        content: what to open in place of the file; the integers in a second file are that file's.
 
     Raises:
         ValueError: if ONNX Runtime cannot read the file.
@@ -32,6 +39,7 @@ def open_session(
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(Path(path).parent))
     options.log_severity_level = 3  # it warns of every optimised graph that it saves
     if exact and needs_option():
         options.add_session_config_entry(*EXACT_OPTION)
@@ -39,7 +47,8 @@ def open_session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
-    providers = ["CPUExecutionProvider"]
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
+    model, providers = Path(path).read_bytes() if content is None else content, ["CPUExecutionProvider"]
     try:
         try:
             return ort.InferenceSession(model, options, providers=providers)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import equal_predictions
-from qat.export.integers.following import LayerDifference
 from qat.export.onnxruntime.session import open_session
 from qat.export.onnxruntime.verification import LayerComparison, answers
 from qat.inputs import Batch, as_batches
+from qat.integers.following import LayerDifference
 
 
 @dataclass
@@ -58,7 +57,7 @@ def explain_differences(
         ValueError: if there is no batch, or the file is not the model's.
     """
     given = as_batches(explain_differences, model, batches)
-    session, comparison = open_session(Path(path).read_bytes()), LayerComparison(path, model)
+    session, comparison = open_session(path), LayerComparison(path, model)
     counts: Tensor | None = None
     layers: list[LayerDifference] = []
     with evaluating(model), torch.no_grad():

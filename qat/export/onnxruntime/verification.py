@@ -13,10 +13,10 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import Pair, Verification, judge
-from qat.export.integers.evaluation import evaluation_copy, quantizer_calls
-from qat.export.integers.following import Follower, LayerDifference, no_quantizer
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
+from qat.integers.evaluation import evaluation_copy, quantizer_calls
+from qat.integers.following import Follower, LayerDifference, no_quantizer
 
 FLOAT_CONVOLUTIONS = ("Conv", "FusedConv", "ConvTranspose")
 """What ONNX Runtime computes convolutions in float with; integer ones are QLinearConv."""
@@ -44,7 +44,7 @@ def verify_onnx(
         FileNotFoundError: if there is no such file.
     """
     given = as_batches(verify_onnx, model, batches)
-    session = open_session(Path(path).read_bytes(), exact=not default_session)
+    session = open_session(path, exact=not default_session)
     with evaluating(model), torch.no_grad():
         pairs = [answers("verify_onnx", session, model, batch)[1] for batch in given]
     operators = optimized_operators(path, exact=not default_session)
@@ -104,14 +104,15 @@ class LayerComparison:
 
         self.file, self.model = Path(path).name, evaluation_copy(model, fold_quantizers=True)
         self.calls = quantizer_calls(self.model)
-        proto = onnx.load(path)
+        proto = onnx.load(path, load_external_data=False)
         produced = [output for node in proto.graph.node for output in node.output]
         self.names = [name for name in produced if name in self.calls or NUMBER.sub("", name) in self.calls]
         self.missing = [name for known in self.calls.values() for name in known if name not in self.names]
         self.outputs = [output.name for output in proto.graph.output]
         more = [name for name in self.names if name not in self.outputs]
         proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in more)
-        self.session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
+        content = proto.SerializeToString()
+        self.session = open_session(path, optimize=optimize, exact=not default_session, content=content)
 
     def follow(self, inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
         """`compare_layers`, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
@@ -140,6 +141,6 @@ def optimized_operators(path: str | os.PathLike[str], *, exact: bool = True) -> 
 
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
-        open_session(Path(path).read_bytes(), optimized=optimized, exact=exact)
-        graph = onnx.load(optimized).graph
+        open_session(path, optimized=optimized, exact=exact)
+        graph = onnx.load(optimized, load_external_data=False).graph
     return Counter(node.op_type for node in graph.node)

@@ -50,13 +50,10 @@ class APoTFunction(STEFunction):
 
 
 def _nearest_level(v: Tensor, magnitude_bits: int) -> Tensor:
-    """The level nearest to every element of v, which lies in -1 .. 1; NaN stays NaN, which bucketize would sort last.
-
-    bucketize wants contiguous values (it warns otherwise); the last line goes back to the layout of v.
-    """
+    """The level nearest to every element of v, from -1 to 1; NaN stays NaN, which bucketize would sort last."""
     units = _levels_in_units(magnitude_bits, v)
     between = (units[1:] + units[:-1]) / (2 * units[-1:])  # rounded once, as the levels are
-    index = torch.bucketize(v.abs().contiguous(), between)  # a tie stays below
+    index = torch.bucketize(v.abs().contiguous(), between)  # it warns otherwise; a tie stays below
     nearest = (units / units[-1:])[index]
     return torch.where(v < 0, -nearest, torch.where(torch.isnan(v), v, nearest))
 
@@ -88,9 +85,6 @@ def apot_levels(magnitude_bits: int) -> tuple[float, ...]:
     Args:
         magnitude_bits: 1 .. 8; without the sign.
 
-    Raises:
-        ValueError: if magnitude_bits is not a whole number from 1 to 8.
-
     Source: Li et al., arXiv:1909.13144. Deviation: 1 bit and 5 to 8 bits are not published; they follow the pattern.
 
     >>> apot_levels(2)
@@ -121,9 +115,6 @@ def apot_quantize(x: Tensor, alpha: Tensor, bits: int, signed: bool = True) -> T
         alpha: the largest level, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: 2 .. 9 if signed, else 1 .. 8.
         signed: whether levels of both signs are used.
-
-    Raises:
-        ValueError: if bits is not a whole number in its range.
 
     Source: Li et al., "Additive Powers-of-Two Quantization: An Efficient Non-uniform Discretization for Neural
     Networks", arXiv:1909.13144.

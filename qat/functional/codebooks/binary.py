@@ -46,7 +46,8 @@ def binary_quantize(
 ) -> Tensor:
     """Put every channel of a weight on two levels, -m and +m, with m its mean magnitude.
 
-    y = sign(weight) * mean|weight| over the channel, with sign(0) = +1. The mean is a constant, and by `gradient`
+    y = sign(weight) * mean|weight| over the channel, with sign(0) = +1, so that a channel of zeros stays one. The mean
+    is a constant, and by `gradient`
 
         "clipped":           dy/dweight = 1                           where |weight| <= 1, else 0
         "approximate":       dy/dweight = 2 - 2 |weight|              where |weight| <= 1, else 0
@@ -58,11 +59,8 @@ def binary_quantize(
             nearly the identity to nearly the sign as training proceeds; "straight_through".
         progress: for "error_decay" only: how much of the training is done, 0..1; a tensor () or a number.
 
-    Returns:
-        Zeros for a channel of zeros.
-
     Raises:
-        ValueError: if the gradient does not exist, or progress is missing, out of range or of no use.
+        ValueError: if progress is missing, out of range or of no use.
 
     Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279; Liu et al., "Bi-Real Net", arXiv:1808.00278; Qin et al.,
     "IR-Net", arXiv:1909.10788. Deviations: as the published code does, the mean is a constant and no factor of the

@@ -121,11 +121,7 @@ def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     numbers included, and saturates; the gradients are those of `FloatFunction`.
 
     Args:
-        scale: > 0, in the unit of x; shape () or broadcastable to x.
         format: a name of FLOAT_FORMATS: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
-
-    Raises:
-        ValueError: if the format is not known.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; OCP Microscaling, arXiv:2310.10537.
     Deviation: e5m2 saturates too instead of giving infinity, as training wants it. The scale's gradient is LSQ's.
@@ -158,7 +154,7 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
         counts as the largest number of the dtype.
 
     Raises:
-        ValueError: if the format or the axis does not exist, or block_size does not divide the length of the axis.
+        ValueError: if block_size does not divide the length of the axis.
 
     Source: Rouhani et al., "Microscaling Data Formats for Deep Learning", arXiv:2310.10537; OCP MX v1.0.
 

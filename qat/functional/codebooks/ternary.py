@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude, over
+from qat.functional.rounding import PassingFunction
 from qat.functional.tensors import STEFunction, apply, as_dtype, broadcasts, require_floating, sum_to_shape
 
 
-class TernaryFunction(STEFunction):
+class TernaryFunction(PassingFunction):
     """Three levels as in `ternary_quantize`; scale and threshold do not show in the gradient: dy/dweight = 1."""
 
     @staticmethod
@@ -17,14 +18,6 @@ class TernaryFunction(STEFunction):
         """Ask for `<=`: it is false for a NaN, which so meets its channel's scale, a NaN as well."""
         values = weight.to(scale.dtype)
         return as_dtype(torch.where(values.abs() <= threshold, 0, torch.sign(values) * scale), weight.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        """Nothing to save: the gradient does not depend on the weight."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
 
 
 class TTQFunction(STEFunction):
@@ -65,10 +58,7 @@ def ternary_quantize(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
     """Put every channel of a weight on three levels, -scale, 0 and scale, both constants computed from the channel.
 
     y = scale * sign(weight) where |weight| > threshold, else 0, with scale and threshold of `ternary_scale`; the
-    gradient passes unchanged.
-
-    Returns:
-        Zeros for a channel of zeros.
+    gradient passes unchanged. A channel of zeros stays one.
 
     Source: Li et al., "Ternary Weight Networks", arXiv:1605.04711; there one scale a layer, channel_axis=None.
 
@@ -112,9 +102,6 @@ def ttq_quantize(weight: Tensor, positive: Tensor, negative: Tensor, threshold: 
         positive, negative: the levels, > 0, in the unit of weight; shape () or broadcastable to weight. The maximum
             is taken over the axes along which `positive` is broadcast, so that every level has a limit of its own.
         threshold: share of the largest magnitude up to which weights become 0; 0 <= threshold < 1.
-
-    Raises:
-        ValueError: if threshold is out of range, or positive or negative does not broadcast to weight.
 
     Source: Zhu et al., "Trained Ternary Quantization", arXiv:1612.01064.
 

@@ -64,29 +64,19 @@ class Learned(NamedTuple):
 
 
 class UnquantizedInput(NamedTuple):
-    """The float tensor behind codes, if it needs no gradient but the scale of its quantizer does.
-
-    The gradient of an image, a convolution at full resolution, would be the most expensive one.
-    """
+    """The float tensor behind codes, if only the scale needs a gradient: an image's own would be the most expensive."""
 
     x: Tensor
     learned: Learned
 
 
 class Codes(NamedTuple):
-    """A quantized tensor: (codes - zero) * step.
+    """A quantized tensor: (codes - zero) * step."""
 
-    Attributes:
-        carrier: stands for the tensor in autograd; has its shape and holds no values.
-        codes: uint8.
-        qparams: step and zero, which is shifted as the codes are; step is NaN if a value was NaN (`holds_nan`).
-        source: what the codes of an input of the model were made of; the carrier is then not connected to the scale.
-    """
-
-    carrier: Tensor
-    codes: Tensor
-    qparams: Tensor
-    source: UnquantizedInput | None = None
+    carrier: Tensor  # stands for the tensor in autograd; has its shape and holds no values
+    codes: Tensor  # uint8
+    qparams: Tensor  # step and zero, which is shifted as the codes are; step is NaN if a value was NaN (`holds_nan`)
+    source: UnquantizedInput | None = None  # of an input of the model, whose carrier is not connected to the scale
 
     @property
     def shape(self) -> torch.Size:
@@ -202,10 +192,7 @@ class QuantizeFunction(torch.autograd.Function):
 
 
 class DecodeFunction(torch.autograd.Function):
-    """y = (codes - zero) * step, with dy/dcarrier = 1.
-
-    The gradient of the step belongs to the quantizer that made the codes.
-    """
+    """y = (codes - zero) * step, with dy/dcarrier = 1; the step's gradient belongs to the quantizer of the codes."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, codes: Tensor, qparams: Tensor) -> Tensor:
@@ -263,10 +250,7 @@ def decode(x: Codes | Tensor) -> Tensor:
 
 
 def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | Tensor:
-    """Codes of a tensor on this quantizer's grid; the tensor itself where kernels do not apply.
-
-    An active one of the dropouts between the two moves values off the grid.
-    """
+    """Codes of a tensor on this grid; the tensor itself where kernels do not apply, or a dropout is active."""
     if not isinstance(x, Tensor) or not (is_supported(x) and x.numel() and is_dense(x)):
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):

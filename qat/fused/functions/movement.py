@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, carrier_for, decode, first_derivative, with_scale_gradient
-from qat.fused.movement import Window
+from qat.integers.movement import Window
 from qat.kernels.formulas.pools import pooled_size
 from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
 

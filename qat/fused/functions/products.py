@@ -24,7 +24,7 @@ from qat.fused.functions.codes import (
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.quantizers import Levels, rows_of
 from qat.kernels.dispatch import is_supported
-from qat.kernels.geometry import Geometry
+from qat.kernels.geometry import LINEAR, Geometry
 from qat.kernels.operators.products import (
     codes_matmul,
     codes_matmul_backward,
@@ -38,8 +38,6 @@ from qat.layers.conv import QuantConvolution
 from qat.layers.function import CONVOLUTIONS, QuantFunction
 from qat.layers.linear import QuantLinear
 from qat.quantizer import Quantizer
-
-LINEAR = Geometry([], [], [], 1)
 
 
 class CodesProductFunction(torch.autograd.Function):
@@ -190,20 +188,13 @@ def _parameters(layer: Any, operands: tuple[Tensor | None, ...]) -> tuple[Tensor
 def _geometry(layer: Any) -> Geometry | None:
     """The geometry of a layer; None if its padding is not zero padding of a fixed size."""
     if isinstance(layer, QuantFunction):
-        if layer.function is F.linear:
-            return LINEAR
-        axes = CONVOLUTIONS.index(layer.function) + 1
-        options = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | layer.options
-        given = [options[name] for name in ("stride", "padding", "dilation")]
-        if isinstance(given[1], str):
-            return None
-        sizes = [[value] * axes if isinstance(value, int) else list(value) for value in given]
-        return Geometry(sizes[0], sizes[1], sizes[2], options["groups"])
+        axes = CONVOLUTIONS.index(layer.function) + 1 if layer.function in CONVOLUTIONS else 0
+        return Geometry.of(axes, **layer.options) if axes else LINEAR
     if isinstance(layer, nn.Linear):
         return LINEAR
-    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+    if layer.padding_mode != "zeros":
         return None
-    return Geometry(list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
+    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups)
 
 
 def _learned(weight: Tensor, quantizer: Quantizer) -> Learned | None:
@@ -215,10 +206,7 @@ def _learned(weight: Tensor, quantizer: Quantizer) -> Learned | None:
 
 
 class MatmulFunction(torch.autograd.Function):
-    """y = ((a - a_zero) * a_step) @ ((b - b_zero) * b_step), both codes.
-
-    Backward:   da = grad @ b^T;    db = a^T @ grad, both operands decoded again
-    """
+    """y = ((a - a_zero) * a_step) @ ((b - b_zero) * b_step), both codes, which the backward decodes again."""
 
     @staticmethod
     def forward(

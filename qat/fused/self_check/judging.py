@@ -63,8 +63,7 @@ SAMPLES = 2
 def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
     """Find out what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
 
-    Copies of the model run on a slice of the batch. None if the check cannot run: the plain graph fails on this batch,
-    memory is short, or the model runs in inference mode.
+    None if copies of it cannot run on a slice of the batch: for an error, short memory, or in inference mode.
     """
     if torch.is_inference_mode_enabled():
         return None
@@ -147,18 +146,13 @@ def _sampled(
 
 
 class _Checking(fx.Interpreter):
-    """Runs a fused graph with torch's operations, and next to them every function on codes.
-
-    Attributes:
-        wrong: modules that kernels may not replace from now on ("" if a function has none), and why.
-        last: the name of what ran last.
-    """
+    """Runs a fused graph with torch's operations, and next to them every function on codes."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, batch_factor: int) -> None:
         super().__init__(model, graph=graph)
         self.batch_factor = batch_factor
-        self.wrong: list[tuple[str, str]] = []
-        self.last = ""
+        self.wrong: list[tuple[str, str]] = []  # modules that kernels may not replace ("" if there is none), and why
+        self.last = ""  # the name of what ran last
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value; notes what is wrong with a function on codes."""

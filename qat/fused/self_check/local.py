@@ -131,10 +131,7 @@ def _exact(given: Any) -> Any:
 
 
 def _normalised(y: Tensor, norm: AnyBatchNorm) -> Tensor:
-    """norm(y), computed in float64: torch's own loses digits where variances are small.
-
-    weight * (y - mean) / sqrt(var + eps) + bias, with statistics of the batch or the running ones
-    """
+    """norm(y), computed in float64: torch's own loses digits where variances are small."""
     axes, shape = [0, *range(2, y.dim())], [1, -1, *[1] * (y.dim() - 2)]
     wide = y.double()
     if norm.training or norm.running_mean is None:

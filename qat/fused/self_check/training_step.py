@@ -73,16 +73,12 @@ def copied(model: _Module) -> _Module:
     memo: dict[int, Any] = {}
     for module in model.modules():
         for hooks in hooks_of(module):
-            memo[id(hooks)] = _of_torch(hooks)
+            kept = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")}
+            memo[id(hooks)] = type(hooks)(kept)
         for tensor in (*vars(module).values(), *buffers_of(module).values()):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a weight that a hook computed
                 memo[id(tensor)] = tensor.detach().clone()
     return copy.deepcopy(model, memo)
-
-
-def _of_torch(hooks: dict[int, Any]) -> dict[int, Any]:
-    kept = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")}
-    return type(hooks)(kept)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ A kernel trusts its arguments: it reads and writes the number, type and order of
 lies there. No other file asks a tensor for its `data_ptr`; a test reads them all.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -50,6 +52,11 @@ def rows_at(what: str, x: Tensor, rows: int) -> int:
     if rows == 1 or (x.dim() and x.shape[0] == rows and x.stride(0) * rows == x.numel()):
         return elements_at(what, x, x)
     raise ValueError(f"{what} should be {rows} rows, one after the other in memory, not {_described(x)}")
+
+
+def places_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Where tensors lie now, to notice that one was given other memory."""
+    return [*map(Tensor.data_ptr, tensors)]
 
 
 def _alike(x: Tensor, pattern: Tensor) -> bool:

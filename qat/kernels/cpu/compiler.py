@@ -23,7 +23,7 @@ from qat.kernels.cpu.structures import declare
 
 HERE = Path(__file__).parent
 
-SOURCES = tuple(HERE / f"{name}.c" for name in ("quantizers", "statistics", "norms", "pools", "curves"))
+SOURCES = tuple(HERE / f"{name}.c" for name in ("quantizers", "statistics", "norms", "pools", "curves", "evaluation"))
 
 HEADERS = (HERE / "grids.h", HERE / "rows.h")
 

@@ -67,6 +67,34 @@ def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tenso
     return y.permute(0, 2, 3, 1).reshape(*codes.shape[:-1], steps.numel())
 
 
+class PackedWeight:
+    """An int8 weight that is packed once, for sums of products with codes, exact in int32 and returned in float32.
+
+    Args:
+        weight: int8, (O, C / groups, kh, kw), or (O, I) of a linear layer.
+        zero: subtracted from the codes.
+        geometry: stride, padding, dilation and groups of torch's convolution; () for a linear layer.
+    """
+
+    def __init__(self, weight: Tensor, zero: int, *geometry: Any) -> None:
+        self.zero, self.geometry, ops = zero, geometry, torch.ops.onednn
+        self.steps, self.zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
+        if geometry:
+            self.packed = ops.qconv_prepack(weight, torch.ones(1), 1.0, zero, *geometry, None)
+        else:
+            self.packed = ops.qlinear_prepack(weight, None)
+
+    def sums(self, codes: Tensor) -> Tensor:
+        """The sums for codes (N, C, H, W) in channels_last, which they keep, or (..., I)."""
+        given = (codes, 1.0, self.zero, self.packed, self.steps, self.zeros, None)
+        after: Any = (1.0, 0, torch.float32, "none", [], "")
+        if self.geometry:
+            y: Tensor = torch.ops.onednn.qconv_pointwise(*given, *self.geometry, *after)
+            return y
+        rows: Tensor = torch.ops.onednn.qlinear_pointwise(codes.reshape(-1, codes.shape[-1]), *given[1:], *after)
+        return rows.view(*codes.shape[:-1], len(self.steps))
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.T of two float32 matrices, by oneDNN if torch has it, which is a fifth to a third faster."""
     return onednn_matmul(a, b) if _has_float_product() else a @ b.T

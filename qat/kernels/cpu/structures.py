@@ -42,6 +42,12 @@ class Extent(ctypes.Structure):
     _fields_ = [("outer", SIZE), ("channels", SIZE), ("inner", SIZE)]
 
 
+class Rescaling(ctypes.Structure):
+    """The addresses of a layer's biases and scales, one per channel, and the bounds of the clip behind it."""
+
+    _fields_ = [("bias", POINTER), ("scale", POINTER), ("floor", FLOAT), ("ceiling", FLOAT)]
+
+
 class Norm(ctypes.Structure):
     """The addresses of a BatchNorm's numbers, one per channel."""
 
@@ -85,6 +91,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "curve_quantize_backward": (POINTER, POINTER, POINTER, SIZE, LearnedGrid, INT, POINTER, INT),
     "softmax_quantize": (POINTER, POINTER, POINTER, SIZE, SIZE, FLOAT, LearnedGrid, POINTER, INT),
     "softmax_quantize_backward": (POINTER, POINTER, POINTER, SIZE, SIZE, FLOAT, LearnedGrid, POINTER, INT),
+    "requantize": (POINTER, POINTER, POINTER, POINTER, Extent, Rescaling, Grid, INT),
+    "look_up": (POINTER, POINTER, SIZE, POINTER, INT),
 }  # fmt: skip
 """Argument types by function. A function returns nothing unless `RESULTS` says so; None as an address is NULL."""
 

@@ -182,6 +182,15 @@ def _is_exact(device: torch.device, rows: int, inputs: int, outputs: int) -> boo
     return torch.equal(y, (a.double() @ b.double().T).to(torch.int32))
 
 
+def integer_sums(codes: Tensor, zero: float, weight: Tensor, geometry: Geometry) -> Tensor | None:
+    """sum((codes - zero) * weight) in int32, of an int8 weight; None where `int8_matmul` does not compute it."""
+    if not _is_of_matrices(geometry, weight) or weight.dim() not in (2, codes.dim()):
+        return None
+    rows = geometry.rows(codes.shape, weight.shape)
+    fits = fits_int_mm(rows, weight.shape[1], weight.shape[0]) and try_int_mm(codes.device)
+    return _multiply_integers(codes, torch.tensor(zero), weight, rows) if fits else None
+
+
 def _is_of_matrices(geometry: Geometry, weight: Tensor) -> bool:
     """Whether this is a linear layer, or a 1x1 convolution that acts as one at every pixel."""
     stride, padding, _, groups = geometry

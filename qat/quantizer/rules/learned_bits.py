@@ -39,6 +39,7 @@ class LearnedBitsQuantizer(Quantizer):
     """
 
     integers_from_bits = True
+    drawn = ("bits",)
     options_type = LearnedBitsOptions
     reach: Tensor
     bits: Tensor
@@ -127,7 +128,3 @@ class LearnedBitsQuantizer(Quantizer):
         if self.bits.is_meta:
             return super().describe()
         return f"{self.spec}, {int(torch.round(self.effective_bits()))} bits in force"
-
-    def curves(self) -> dict[str, Tensor]:
-        """The width too."""
-        return {**super().curves(), "bits": self.bits}

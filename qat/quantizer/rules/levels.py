@@ -87,6 +87,7 @@ class N2UQQuantizer(Quantizer):
     """
 
     uniform = False
+    drawn = ("start",)
     start: Tensor
     widths: Tensor
     step: Tensor
@@ -121,10 +122,6 @@ class N2UQQuantizer(Quantizer):
             for part in (self.finite_start(), self.positive("widths"), self.positive("step"))
         )
         return n2uq_quantize(x, start, widths, step, self.bounds()[0])
-
-    def curves(self) -> dict[str, Tensor]:
-        """Where the first segment starts, too."""
-        return {**super().curves(), "start": self.start}
 
     def finite_start(self) -> Tensor:
         """Where the first segment starts; at the lowest level where the parameter is not finite."""

@@ -30,11 +30,7 @@ class LSQQuantizer(Quantizer):
 
 @register_quantizer("lsq_plus")
 class LSQPlusQuantizer(Quantizer):
-    """Learned step size and zero point (arXiv:2004.09576); the zero point acts as an integer of the grid.
-
-    Raises:
-        ValueError: on a symmetric grid, which has no zero point to learn.
-    """
+    """Learned step size and zero point (arXiv:2004.09576); the zero point acts as an integer of the grid."""
 
     def check_spec(self) -> None:
         """Affine grids only."""

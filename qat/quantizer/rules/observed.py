@@ -22,6 +22,7 @@ class ObservedQuantizer(Quantizer):
     notices.
     """
 
+    drawn = ("low", "high")
     low: Tensor
     high: Tensor
 
@@ -70,10 +71,6 @@ class ObservedQuantizer(Quantizer):
         self.low.copy_(low)
         self.high.copy_(high)
         self.mark_calibrated()
-
-    def curves(self) -> dict[str, Tensor]:
-        """Both ends of the range."""
-        return {"low": self.low, "high": self.high}
 
 
 @register_quantizer("minmax")

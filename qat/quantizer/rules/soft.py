@@ -86,6 +86,7 @@ class StackedSigmoidQuantizer(SoftQuantizer):
     temperature goes from `start` to `end` in equal factors, as `set_progress` says.
     """
 
+    drawn = ("temperature",)
     options_type = StackedSigmoidOptions
     temperature: Tensor
 
@@ -102,7 +103,3 @@ class StackedSigmoidQuantizer(SoftQuantizer):
         """start * (end / start)^progress."""
         options = self.options
         self.temperature.fill_(options.start * (options.end / options.start) ** progress)
-
-    def curves(self) -> dict[str, Tensor]:
-        """The temperature too."""
-        return {**super().curves(), "temperature": self.temperature}

@@ -232,12 +232,15 @@ def _key_hint(location: Location) -> str:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections, their keys joined by dots.
+    """The values of nested sections by their keys as a user writes them; what is empty has none.
 
-    >>> flat({"qat": {"lr": 0.1}, "seed": 3})
-    {'qat.lr': 0.1, 'seed': 3}
+    >>> flat({"qat": {"lr": 0.1, "progressive": [{"bits": 8}]}, "seed": 3})
+    {'qat.lr': 0.1, 'qat.progressive[0].bits': 8, 'seed': 3}
     """
     found: dict[str, Any] = {}
     for key, value in section.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+            found |= flat({f"{key}[{index}]": each for index, each in enumerate(value)}, prefix)
+        else:
+            found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found

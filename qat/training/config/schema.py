@@ -13,6 +13,7 @@ from qat.targets import profile_of
 from qat.text import did_you_mean
 from qat.training.config.stages import (
     Bits,
+    CalibrationStepConfig,
     Count,
     CountOrZero,
     ModelConfig,
@@ -134,6 +135,9 @@ class QuantizationConfig(Section):
     the class of the float layer (`type:Linear`). Later keys win."""
     calibration_batches: Count = 8
     """Number of training batches (without augmentation) from which the activation ranges are computed."""
+    calibration_steps: tuple[CalibrationStepConfig, ...] = ()
+    """Post-training steps on the same batches, such as `[{name: adaround}, {name: bias_correction}]`: what calibration
+    makes of the weights before QAT, or with `qat.epochs: 0` without it. See docs/low_bits.md."""
 
 
 class ExportConfig(Section):
@@ -150,8 +154,8 @@ class ExportConfig(Section):
     packed: bool = True
     """Weights of at most 4 bits take 4 in the file; ONNX Runtime is as fast with it. false: 8 bits, for a runtime that
     does not read INT4."""
-    opset: Annotated[int, Field(ge=18, le=23)] = 21
-    """Of model.onnx; a runtime older than the opset does not read the file. Below 21 there are no 4-bit weights."""
+    opset: Annotated[int, Field(ge=18, le=25)] = 21
+    """Of model.onnx; a runtime older than the opset does not read the file. 4 bits need 21, 2 bits 25."""
 
 
 class RunConfig(Section):

@@ -1,8 +1,13 @@
 """The sections of a config that say what is trained and how: the model, the stages, and their grids; `Section`."""
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qat.calibration import Step
+from qat.post_training import STEPS
+from qat.text import unknown_name
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -178,6 +183,42 @@ class SpecConfig(Section):
     max_magnitude: Count | None = None
     """Largest integer, and the smallest with a minus sign: 64 for weights whose products cannot saturate on x86
     without VNNI."""
+
+
+class CalibrationStepConfig(Section):
+    """A step of calibration that changes weights: a class of `qat.post_training`, whose arguments are the other keys;
+    left out, its own defaults."""
+
+    name: Literal["cross_layer_equalization", "adaround", "brecq", "qdrop", "bias_correction"]
+    iterations: Count | None = None
+    """Steps of Adam for each layer or block (adaround, brecq, qdrop)."""
+    lr: Positive | None = None
+    """Adam's rate for the rounding of weights."""
+    rounding_weight: Positive | None = None
+    """Of the penalty that draws each weight to one of its two levels."""
+    drop: Probability | None = None
+    """Probability with which an activation passes in float in a step."""
+    scale_lr: NonNegative | None = None
+    """Adam's rate for the scales of activations; 0: they stay."""
+    batch_size: Count | None = None
+    """Images in a step."""
+    rounds: Count | None = None
+    """Passes over all pairs of layers (cross_layer_equalization)."""
+    seed: CountOrZero | None = None
+    """Of what adaround, brecq and qdrop draw."""
+
+    @model_validator(mode="after")
+    def _taken(self) -> "CalibrationStepConfig":
+        self.build()
+        return self
+
+    def build(self) -> Step:
+        """The step itself; a ValueError for a key that is not one of its arguments."""
+        step, given = STEPS[self.name], self.model_dump(exclude_none=True, exclude={"name"})
+        if wrong := unknown_name(given, [field.name for field in fields(step)], "argument"):
+            raise ValueError(f"{self.name}: {wrong}")
+        built: Step = step(**given)
+        return built
 
 
 class ProgressiveConfig(Section):

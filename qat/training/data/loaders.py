@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from qat.collectives import rank_count
+from qat.collectives import rank, rank_count
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
 from qat.training.data.batched import BatchTransform
@@ -24,7 +24,6 @@ from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
 from qat.training.errors import UserError
 from qat.training.ranks.group import ranks_here
-from qat.training.ranks.order import RankBatches
 
 logger = logging.getLogger("qat")
 
@@ -130,13 +129,37 @@ class EpochOrder(Sampler[SampleKey]):
         return zip(indices.tolist(), seeds.tolist(), strict=True)
 
 
-class Loader:
-    """Batches of float32 images (N, 3, H, W) and int64 labels (N,); UserError if an image cannot be read.
+class RankBatches(Sampler[list[SampleKey]]):
+    """Batches of `size` images of an order, of each this rank's share: its images rank*n/count to (rank+1)*n/count.
 
-    On many ranks, each rank's share of every batch.
+    With `whole`, an incomplete last batch is left out, unless it is the only one, and all shares are of one size: a
+    gradient is the mean over the ranks. With `alone`, all of a batch is rank 0's share.
     """
 
-    def __init__(self, batches: DataLoader[Batch], order: EpochOrder, shares: RankBatches[SampleKey]) -> None:
+    def __init__(self, order: EpochOrder, size: int, whole: bool = False, alone: bool = False) -> None:
+        self.order, self.size, self.whole, self.alone = order, size, whole, alone
+        self.first = 0
+        """The batch that a pass begins with: a resumed epoch has trained on those before it."""
+
+    def __len__(self) -> int:
+        batches, left = divmod(len(self.order), self.size)
+        return max(batches, min(left // rank_count(), 1)) if self.whole else batches + bool(left)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        keys, count = list(self.order), 1 if self.alone else rank_count()
+        for number in range(self.first, len(self)):
+            batch = keys[number * self.size : (number + 1) * self.size]
+            if self.whole:
+                batch = batch[: len(batch) // count * count]
+            share = batch[rank() * len(batch) // count : (rank() + 1) * len(batch) // count]
+            if share:  # the last batch may have fewer images than there are ranks
+                yield share
+
+
+class Loader:
+    """Batches of images (N, 3, H, W) and labels (N,), each rank's share of them; UserError if one cannot be read."""
+
+    def __init__(self, batches: DataLoader[Batch], order: EpochOrder, shares: RankBatches) -> None:
         self._batches = batches
         self._order = order
         self._shares = shares
@@ -159,21 +182,15 @@ class Loader:
 class Data:
     """A data set, ready for training."""
 
-    train: Loader
-    """Shuffled and augmented; call `set_epoch` before each epoch."""
-    val: Loader
-    """All validation images, always in the same order."""
+    train: Loader  # shuffled and augmented; call `set_epoch` before each epoch
+    val: Loader  # all validation images, always in the same order
     calibration: Callable[..., Loader]
     """`calibration(batches, alone)`: at most that many batches of training images, chosen by the seed and preprocessed
     as for validation; `alone`: all for rank 0. A longer calibration begins with the batches of a shorter one."""
-    classes: list[str]
-    """The name of each label."""
-    image_shape: tuple[int, int, int]
-    """Shape of one image: 3, height, width."""
-    preprocessing: Preprocessing
-    """What validation does to an image."""
-    contents: dict[str, dict[str, int | str]]
-    """For `train` and `val` the number of images, and their `digest`."""
+    classes: list[str]  # the name of each label
+    image_shape: tuple[int, int, int]  # 3, height, width
+    preprocessing: Preprocessing  # what validation does to an image
+    contents: dict[str, dict[str, int | str]]  # for `train` and `val` the number of images, and their `digest`
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:

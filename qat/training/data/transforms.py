@@ -150,10 +150,9 @@ def is_random(augment: AugmentConfig) -> bool:
 
 
 def resized_up_front(images: Tensor, resize_size: int) -> Tensor:
-    """Resize `images`, uint8 (N, C, H, W), once, as the first step of each pipeline would in every epoch.
+    """Resize `images`, uint8 (N, C, H, W), once; the first step of each pipeline then has nothing to do.
 
-    The pipelines keep that step, which then has nothing to do. A set that would grow beyond MAX_RESIZED_BYTES is
-    returned unchanged; it gives the same batches, more slowly.
+    A set that would grow beyond MAX_RESIZED_BYTES is returned unchanged; it gives the same batches, more slowly.
     """
     count, channels, height, width = images.shape
     short, long = sorted((height, width))

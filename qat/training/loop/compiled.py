@@ -27,10 +27,7 @@ def compiled(
     images: Tensor,
     loss_of: Callable[[Callable[[Tensor], Any]], Tensor],
 ) -> Callable[[Tensor], Any]:
-    """`forward`, which calls the model, compiled in a mode of torch.compile; itself if a trial step finds a difference.
-
-    A prepared model runs its self-check first, unless calibration did, because compiled code cannot run it.
-    """
+    """`forward`, which calls the model, compiled after a self-check; itself if a trial step finds a difference."""
     check_parts(model, {model: ((images,), {})})
     expected = trial_step(model, forward, loss_of)
     fast: Callable[[Tensor], Any] = torch.compile(forward, mode=mode)

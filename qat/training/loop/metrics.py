@@ -29,13 +29,10 @@ class Meter:
     correct: float = 0.0
     images: int = 0
     seconds: float = 0.0
-    waited: float = 0.0
-    """Seconds of them in which the next batch was not there yet."""
+    waited: float = 0.0  # seconds of them in which the next batch was not there yet
     grad_norm: float = 0.0
-    added: list[str] = field(default_factory=list)
-    """Names of what aids and rules add to the loss."""
-    losses: list[float] = field(default_factory=list)
-    """Their sums, as of the loss."""
+    added: list[str] = field(default_factory=list)  # names of what aids and rules add to the loss
+    losses: list[float] = field(default_factory=list)  # their sums, as of the loss
     rows: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
@@ -202,10 +199,7 @@ def too_slow(run: StageRun) -> list[str]:
 
 
 def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """A warning if a stage's result is at chance level, or worse than `start`, the top1 before it.
-
-    Chance level is the share of the most common label, which a constant prediction reaches, and two deviations.
-    """
+    """A warning if a result is at chance level, the same answer for all, or worse than `start`, the top1 before it."""
     advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
     found = f"{name}: val top1 {evaluation.top1:.2f} %"
     chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)

@@ -87,10 +87,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_p
 
 
 class TwoOptimizers(torch.optim.Optimizer):
-    """Optimizers of different parameters that step together, for a schedule, a gradient scaler and a checkpoint.
-
-    The groups are those of the parts, the same dictionaries: a rate that is set here is set there.
-    """
+    """Optimizers of different parameters that step together; its groups are those of the parts, the same dicts."""
 
     def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
         self.parts = tuple(parts)

@@ -24,12 +24,7 @@ def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
 
 @dataclass
 class StageRun:
-    """Everything that one stage of training needs.
-
-    `first_step` counts the training steps of the run before it, so that curves join; `epochs_before` the epochs that it
-    continues, so that no order of images repeats. `sample` has training images without augmentation, on which
-    `settle_statistics` compares.
-    """
+    """Everything that one stage of training needs."""
 
     name: str
     stage: StageConfig
@@ -41,12 +36,11 @@ class StageRun:
     log: RunLog
     folder: Path
     results: dict[str, Any] = field(default_factory=dict)
-    first_step: int = 0
-    epochs_before: int = 0
-    later_steps: int = 0
-    """Of the stages after it, for the time left."""
+    first_step: int = 0  # training steps of the run before it, so that curves join
+    epochs_before: int = 0  # those that it continues, so that no order of images repeats
+    later_steps: int = 0  # of the stages after it, for the time left
     keep_best: bool = True
-    sample: Batches | None = None
+    sample: Batches | None = None  # training images without augmentation, on which `settle_statistics` compares
     distillation: Distillation | None = None
     mixing: Mixing | None = None
     about: dict[str, Any] = field(default_factory=dict)

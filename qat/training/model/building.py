@@ -27,10 +27,7 @@ TIMM = "timm/"
 
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
-    """Build the float model that `config` names, on the CPU, with its weights.
-
-    Without weights, the same layers are built, and no file of weights is read or downloaded.
-    """
+    """Build the float model that `config` names, on the CPU; without weights, none is read or downloaded."""
     if config.weights is not None and config.checkpoint is not None:
         raise UserError(
             f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}' exclude each other; "

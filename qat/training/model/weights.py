@@ -76,11 +76,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> None:
-    """Refuse weights whose values copying would change silently.
+    """Refuse weights whose values copying would change silently: integers and 8-bit floats, which need scales.
 
-    Floating-point types may differ in width, because the values keep their meaning. Weights in int8, bool, complex or
-    8-bit floating point need scales that a file of weights lacks. Values that are not finite are accepted only where
-    the model has such values too (masks).
+    Floats may differ in width. Values that are not finite are accepted only where the model has such too (masks).
     """
     for key, value in state.items():
         mine = own.get(key, value)

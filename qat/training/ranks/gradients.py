@@ -22,8 +22,7 @@ ONE_BUCKET = 2**20
 def averaged(model: nn.Module, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> nn.Module:
     """What a step calls so that its backward leaves the means of all ranks' gradients: the model itself on one rank.
 
-    `loss_of` computes a loss through what it is given. DistributedDataParallel has to know whether parameters get no
-    gradient; a trial step finds out.
+    A trial step with `loss_of`, a loss through what it is given, finds parameters without a gradient.
     """
     if rank_count() == 1:
         return model

@@ -21,7 +21,7 @@ from qat.analysis.table import quantizers_in_order
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
 from qat.contexts import evaluating
 from qat.export import LayerDifference
-from qat.export.integers.evaluation import evaluation_copy
+from qat.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data

@@ -62,11 +62,14 @@ def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **options: Any)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def rendered(figure: Any) -> tuple[str, Image.Image]:
-    """The figure as an SVG element for a page, and as a picture on white.
+def panel(height: float = 2.6) -> tuple[Any, Any]:
+    """A figure of one axis, and the axis."""
+    figure, axes = panels(height=height)
+    return figure, axes[0][0]
 
-    Each is drawn once, and laid out once: `savefig` would draw it twice for each.
-    """
+
+def rendered(figure: Any) -> tuple[str, Image.Image]:
+    """The figure as an SVG element for a page, and as a picture on white, each drawn and laid out once."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     figure.canvas.draw()

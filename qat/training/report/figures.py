@@ -6,14 +6,6 @@ from typing import Any, NamedTuple
 from qat.training.report import model_figures as of_model
 from qat.training.report import training_figures as of_training
 from qat.training.report.run import ReportedRun
-from qat.training.report.sensitivity import sensitivity_figure
-from qat.training.run.folder import SENSITIVITY
-
-
-def sensitivity(run: ReportedRun) -> Any:
-    """What `python -m qat sensitivity` has measured."""
-    found = run.of_verb(SENSITIVITY)
-    return sensitivity_figure(found) if found else None
 
 
 class Shown(NamedTuple):
@@ -45,7 +37,7 @@ FIGURES = {
     "sensitivity": Shown(
         "Sensitivity",
         "Healthy: no layer alone costs more than the noise; one that does deserves more bits.",
-        sensitivity,
+        of_model.sensitivity,
     ),
     "scales": Shown(
         "Scales",

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from qat.training.report.drawing import COLOURS, INK, QUIET, SICK, name_axis, panels
+from qat.training.report.drawing import COLOURS, INK, QUIET, SICK, name_axis, panel, panels
 from qat.training.report.findings import LAG
 from qat.training.report.run import ReportedRun
-from qat.training.run.folder import LATENCY
+from qat.training.run.folder import LATENCY, SENSITIVITY
 
 FEW_LEVELS = 33
 """Grids of at most so many integers are drawn line by line."""
@@ -27,14 +27,35 @@ def errors(run: ReportedRun) -> Any:
     rows = run.analysis.get("layers")
     if not rows:
         return None
-    figure, axes = panels(height=3.2)
-    [axis] = axes[0]
+    figure, axis = panel(3.2)
     places = range(len(rows))
     local = [np.nan if row["local"] is None else row["local"] for row in rows]
     axis.bar(places, local, color=COLOURS[0], alpha=0.6, label="this layer alone")
     axis.plot(places, [row["cumulative"] for row in rows], color=COLOURS[1], marker="o", ms=2.5, label="all so far")
     name_axis(axis, [row["name"] for row in rows])
     axis.set(ylabel="SQNR, dB")
+    axis.legend()
+    return figure
+
+
+def sensitivity(run: ReportedRun) -> Any:
+    """What `python -m qat sensitivity` has measured."""
+    found = run.of_verb(SENSITIVITY)
+    return sensitivity_figure(found) if found else None
+
+
+def sensitivity_figure(result: dict[str, Any]) -> Any:
+    """Bars for each layer, first to last, of sensitivity.json: the loss with only this part quantized, less float's."""
+    weights = f"{result.get('weights', 'calibrated')} weights"
+    layers, floor = result["layers"], result["float"]["loss"]
+    figure, axis = panel(1 + 0.22 * len(layers))
+    for number, (part, words) in enumerate((("weight", "weights"), ("activation", "activations"))):
+        rows = [(place, row["only"][part]["loss"]) for place, row in enumerate(layers) if part in row["only"]]
+        places, losses = [place + 0.4 * number - 0.2 for place, _ in rows], [loss - floor for _, loss in rows]
+        axis.barh(places, losses, height=0.4, label=words, color=COLOURS[number])
+    axis.set_yticks(range(len(layers)), [row["name"] for row in layers])
+    axis.set_ylim(len(layers) - 0.4, -0.6)
+    axis.set(xlabel=f"loss above float, with only this quantized ({result['images']:,} images; {weights})")
     axis.legend()
     return figure
 
@@ -77,8 +98,7 @@ def confusion(run: ReportedRun) -> Any:
     for truth, before, after, number in answers["changes"]:
         change[truth, before] -= number
         change[truth, after] += number
-    figure, axes = panels(height=3.6)
-    [axis] = axes[0]
+    figure, axis = panel(3.6)
     most = max(1, abs(change).max())
     picture = axis.imshow(change, cmap="coolwarm", vmin=-most, vmax=most)
     for row, column in zip(*change.nonzero(), strict=True):
@@ -110,8 +130,7 @@ def integers(run: ReportedRun) -> Any:
     engines = {name: rows for name, rows in run.analysis.get("integers", {}).items() if rows}
     if not engines:
         return None
-    figure, axes = panels(height=3)
-    [axis] = axes[0]
+    figure, axis = panel(3)
     width = 0.8 / len(engines)
     names: list[str] = []
     for number, (engine, rows) in enumerate(engines.items()):
@@ -134,8 +153,7 @@ def batch_norm(run: ReportedRun) -> Any:
     lag = run.analysis.get("batch_norm")
     if not lag:
         return None
-    figure, axes = panels(height=2.6)
-    [axis] = axes[0]
+    figure, axis = panel(2.6)
     colours = [SICK if value > LAG else COLOURS[0] for value in lag.values()]
     axis.bar(range(len(lag)), list(lag.values()), color=colours)
     axis.axhline(LAG, color=SICK, ls=":", lw=0.8)
@@ -164,8 +182,7 @@ def latency(run: ReportedRun) -> Any:
     rows = run.of_verb(LATENCY).get("rows")
     if not rows:
         return None
-    figure, axes = panels(height=0.6 + 0.2 * len(rows))
-    [axis] = axes[0]
+    figure, axis = panel(0.6 + 0.2 * len(rows))
     colours = [QUIET if row["model"] == "float" else COLOURS[0] for row in rows]
     bars = axis.barh(range(len(rows)), [row["milliseconds"] for row in rows], color=colours)
     axis.bar_label(bars, fmt="%.2f", fontsize=6, color=INK)

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from qat.training.report.drawing import COLOURS, QUIET, SICK, heat, panels, percent
+from qat.training.report.drawing import COLOURS, QUIET, SICK, heat, panel, panels, percent
 from qat.training.report.findings import AT_FLOOR
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import EVALUATION
@@ -58,8 +58,7 @@ def accuracy(run: ReportedRun) -> Any:
     images = run.summary.get("val_images", 0)
     if not found or not images:
         return None
-    figure, axes = panels(height=0.6 + 0.28 * len(found))
-    [axis] = axes[0]
+    figure, axis = panel(0.6 + 0.28 * len(found))
     errors = [deviation_of(top1, images) for _, top1 in found]
     values = [top1 for _, top1 in found]
     axis.barh(range(len(found)), values, color=COLOURS[0], alpha=0.75, height=0.6)
@@ -125,8 +124,8 @@ def levels(run: ReportedRun) -> Any:
 def _over_time(rows: dict[str, list[tuple[int, float]]], label: str, most: float) -> Any:
     if not rows:
         return None
-    figure, axes = panels(height=1 + 0.09 * min(len(rows), 60))
-    heat(figure, axes[0][0], rows, label, most)
+    figure, axis = panel(1 + 0.09 * min(len(rows), 60))
+    heat(figure, axis, rows, label, most)
     return figure
 
 
@@ -135,8 +134,7 @@ def oscillation(run: ReportedRun) -> Any:
     curves = run.by_quantizer("oscillating")
     if not curves:
         return None
-    figure, axes = panels()
-    [axis] = axes[0]
+    figure, axis = panel()
     most = sorted(curves, key=lambda name: -max(value for _, value in curves[name]))[:NAMED]
     for name, points in curves.items():
         named = {"color": COLOURS[most.index(name)], "label": name} if name in most else {"color": QUIET, "alpha": 0.35}

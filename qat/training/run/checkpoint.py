@@ -4,7 +4,7 @@ what they say of a model, and resuming only by the run that they belong to."""
 import hashlib
 import random
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ import qat
 from qat.batch_norm import restore_statistics
 from qat.collectives import rank
 from qat.finetuning import EMA
+from qat.training.config.file import flat
 from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
@@ -45,21 +46,17 @@ EPOCHS = "qat.epochs"
 
 @dataclass
 class StageState:
-    """The state of a stage after `epoch` epochs and `step` steps of the next, without the model's.
-
-    `meters` has the sums of that epoch and of the steps since the last point; `ema` is None without averaging; `rng`
-    has the generators of each rank.
-    """
+    """The state of a stage after `epoch` epochs and `step` steps of the next, without the model's."""
 
     epoch: int
     step: int
-    meters: list[dict[str, Any]]
+    meters: list[dict[str, Any]]  # the sums of that epoch, and of the steps since the last point
     best_top1: float
     optimizer: dict[str, Any]
     schedule: dict[str, Any]
     scaler: dict[str, Any]
     ema: dict[str, Tensor] | None
-    rng: list[dict[str, Any]]
+    rng: list[dict[str, Any]]  # the generators of each rank
     aids: dict[str, Any] = field(default_factory=dict)
     watch: dict[str, Any] = field(default_factory=dict)
 
@@ -122,7 +119,7 @@ def load_checkpoint(
 
 def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: tuple[str, ...] = ()) -> None:
     """Refuse another config than `saved`, but for keys free on resume and stages `ahead`; epochs may grow."""
-    before, now = dict(_flat(saved)), dict(_flat(config.model_dump(mode="json")))
+    before, now = flat(saved), flat(config.model_dump(mode="json"))
     for key in [*now, *(key for key in before if key not in now)]:
         if any(key == free or key.startswith(f"{free}.") for free in (*KEYS_FREE_ON_RESUME, *ahead)):
             continue
@@ -187,18 +184,6 @@ def save_float_weights(path: Path, model: nn.Module) -> None:
     }
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", DIGEST: state_digest(tensors)})
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested keys as a user writes them, `a.b[0].c`, with their values; what is empty yields nothing."""
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-            for index, each in enumerate(value):
-                yield from _flat(each, f"{prefix}{key}[{index}].")
-        else:
-            yield f"{prefix}{key}", value
 
 
 DIGEST = "sha256"

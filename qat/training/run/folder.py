@@ -39,14 +39,11 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run; a context manager that releases the lock at the end.
+    """The folder of a run; a context manager that releases the lock at the end."""
 
-    `finished` is the exit status of the finished run in it. The path of a locked one is absolute: a user may chdir.
-    """
-
-    path: Path
+    path: Path  # of a locked one absolute: a user may chdir
     checkpoint: Path | None
-    finished: int | None = None
+    finished: int | None = None  # the exit status of the finished run in it
     lock: RunLock | None = field(default=None, compare=False)
 
     def __enter__(self) -> "RunFolder":

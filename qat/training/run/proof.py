@@ -48,17 +48,13 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of the comparison, with exact products.
-
-    `differences` says what is behind predictions that differ, None if enough are equal; `collapsed` has the quantizers
-    of activations whose scale rests on its floor.
-    """
+    """The results of the comparison, with exact products."""
 
     results: dict[str, Any]
     layers: list[LayerDifference]
     saturation: list[Saturation]
-    differences: Differences | None = None
-    collapsed: frozenset[str] = frozenset()
+    differences: Differences | None = None  # what is behind predictions that differ, if too few are equal
+    collapsed: frozenset[str] = frozenset()  # the quantizers of activations whose scale rests on its floor
 
     def problems(self) -> list[str]:
         """The reasons why the proof fails, as parts of one sentence; empty if it does not."""

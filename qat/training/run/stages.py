@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.calibration import Step
 from qat.collectives import rank
 from qat.export import LayerDifference
 from qat.training.config.schema import RunConfig
@@ -119,7 +120,8 @@ class Stages:
         if self._has_begun(self.order[2]):  # the first stage on grids
             return
         with value_errors_reported():
-            qat.calibrate(model, self._sample(alone=True), only_missing=self.config.float.epochs == 0)
+            own = self.config.float.epochs == 0
+            qat.calibrate(model, self._sample(alone=True), only_missing=own, steps=self._calibration_steps())
         self._write_layers(model)
         self.log.begin(self.order[2], self.steps)
         with looking(self.config, model, self.log, self.order[2], self.steps) as statistics:
@@ -150,7 +152,7 @@ class Stages:
         if trained is not None:
             take_weights(model, trained)
         with value_errors_reported():
-            qat.calibrate(model, self._sample(alone=True))
+            qat.calibrate(model, self._sample(alone=True), steps=self._calibration_steps() if trained is None else [])
 
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
@@ -231,6 +233,9 @@ class Stages:
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
+
+    def _calibration_steps(self) -> list[Step]:
+        return [step.build() for step in self.config.quantization.calibration_steps]
 
     def _sample(self, alone: bool = False) -> Loader:
         """Training images without augmentation; ranges are estimated by rank 0 alone, to be one process's."""

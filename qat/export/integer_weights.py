@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.export.checks import check_integers
-from qat.export.integers.evaluation import evaluation_copy, numbered
-from qat.export.integers.freezing import freeze
-from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenTable, Operations
 from qat.inputs import expect_model
+from qat.integers.evaluation import evaluation_copy, numbered
+from qat.integers.freezing import freeze
+from qat.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenTable, Operations
 
 Array = npt.NDArray[Any]
 

@@ -91,7 +91,8 @@ class FrozenQuantizer(nn.Module):
         self.quantizer_name = name
         self.operations = operations
         scale, zero_point = stored_qparams(quantizer)
-        low, high = (bound + stored_offset(quantizer) for bound in quantizer.bounds())
+        self.offset = stored_offset(quantizer)
+        low, high = (bound + self.offset for bound in quantizer.bounds())
         limits = torch.iinfo(zero_point.dtype)
         self.clips = (low, high) != (limits.min, limits.max)
         self.scale = nn.Buffer(scale)

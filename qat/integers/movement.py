@@ -10,6 +10,9 @@ from torch import fx, nn
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """Layers that keep values on their grid in evaluation; in training they scale or shift them."""
 
+RESTING = ("StochasticDepth", "DropPath")
+"""Names of classes that pass their input in evaluation: torchvision's, timm's and the copies of it."""
+
 RESHAPING = {"flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "unflatten"}
 """Methods, and functions of torch, that keep every value as it is."""
 
@@ -33,6 +36,15 @@ class Window(NamedTuple):
         return [*self.kernel, *self.stride, *self.padding, *self.dilation, int(self.ceil_mode)]
 
 
+def rests(module: nn.Module | None) -> bool:
+    """Whether a module, which is in evaluation mode, passes its input."""
+    if type(module).__name__ in RESTING and module is not None:
+        x = torch.ones(2, 2)
+        with suppress(Exception):  # a class of that name that takes other inputs
+            return module.forward(x) is x
+    return isinstance(module, DROPOUTS)
+
+
 def reshapes(node: fx.Node) -> str | None:
     """The method of `RESHAPING` that a node calls; None if it calls another."""
     if node.op == "call_method" and node.target in RESHAPING:
@@ -45,7 +57,7 @@ def asks_for_shape(node: fx.Node) -> bool:
     """Whether a node only asks for metadata (shape, dtype, device)."""
     if node.target is getattr:
         return node.args[1] in ASKING
-    return node.op == "call_method" and node.target in ASKING
+    return node.target is len or (node.op == "call_method" and node.target in ASKING)
 
 
 def window(node: fx.Node, module: Any) -> Window | None:

@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 from torch import Tensor, fx, nn
 
+from qat.integers.movement import rests
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
@@ -28,6 +29,7 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
     for part in evaluated.modules():
         if isinstance(part, fx.GraphModule):
             evaluation_only(part)
+            _drop_resting(part)
             drop_unread(part.graph, part)
             _fold(part, fold_quantizers)
             part.recompile()
@@ -74,6 +76,14 @@ def numbered(name: str, seen: Counter[str]) -> str:
     """The name, with a number from its second use on; `seen` counts the uses."""
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"
+
+
+def _drop_resting(model: fx.GraphModule) -> None:
+    """Let the readers of dropouts read what these pass."""
+    for node in list(model.graph.nodes):
+        if rests(submodule_of(model, node)) and len(node.all_input_nodes) == 1:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            model.graph.erase_node(node)
 
 
 @torch.no_grad()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qat.export import integers
-from qat.export.integers.evaluation import evaluation_copy
-from qat.export.integers.freezing import freeze, frozen_grids
-from qat.export.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable, Operations
+from qat import integers
+from qat.integers.evaluation import evaluation_copy
+from qat.integers.freezing import freeze, frozen_grids
+from qat.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable, Operations
 from tests.export.test_export_layers import quantized
 from tests.references.prepared_case import draw
 

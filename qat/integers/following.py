@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.export.agreement import ROUNDING
-from qat.export.integers.evaluation import numbered
-from qat.export.integers.frozen import stored_offset
+from qat.integers.evaluation import numbered
+from qat.integers.frozen import stored_offset
 from qat.quantizer import Quantizer
+
+ROUNDING = 1e-5
+"""How far float32 sums in any order may be off, as a share of the largest magnitude."""
 
 NEAR_TIE = 0.01
 """How far from a tie, in levels, float32 rounding may decide to which integer a value goes. It is several hundred times
@@ -82,6 +84,10 @@ class Follower:
         """The other runtime's integers for a call, or for the equal call that it was merged with."""
         integers = self.integers.get(name)
         if integers is None:
+            codes = quantizer.codes(x)
+            scale, zero_point = quantizer.grid()
+            if torch.equal((codes - zero_point) * scale, x):  # on the grid already: a format leaves the call out
+                return codes + stored_offset(quantizer)
             equal = [found for other, read, found in self._followed if _is_same_call(other, read, quantizer, x)]
             if not equal:
                 raise no_quantizer(self.file, name)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qat.export.integers.evaluation import call_names, joined
-from qat.export.integers.frozen import (
+from qat.integers.evaluation import call_names, joined
+from qat.integers.frozen import (
     FreezingError,
     FrozenLayer,
     FrozenParameter,
@@ -134,8 +134,8 @@ class _Freezer:
                 replacements[str(node.target)] = self.table(module)
             elif isinstance(module, QuantLayer):
                 # One module for each call: a shared layer has other integers on another grid.
-                grids = [_handed(node, key, values) for key in module.quantizer_arguments]
-                layer = FrozenLayer(module, full, _integers(node, module, values), grids, self.operations)
+                grids = [handed(node, key, values) for key in module.quantizer_arguments]
+                layer = FrozenLayer(module, full, integers_of(node, module, values), grids, self.operations)
                 replace_call(model, node, f"integer_{number}", layer, node.args[: len(module.quantizer_arguments)])
             elif module is not None:
                 replacements[str(node.target)] = self.module(module, full)
@@ -153,20 +153,20 @@ def replace_call(model: fx.GraphModule, node: fx.Node, name: str, module: nn.Mod
     node.op, node.target, node.args, node.kwargs = "call_module", name, args, options
 
 
-def _handed(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
+def handed(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
     """The module or value that a call is handed as a keyword argument; None if it is not."""
     source = node.kwargs.get(key)
     return values[source] if isinstance(source, fx.Node) else source
 
 
-def _integers(node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> IntegerWeight:
+def integers_of(node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> IntegerWeight:
     """The integers of a layer for one call: with the input quantizer, BatchNorm, weight and bias that it is handed."""
-    quantizers = [_handed(node, key, values) for key in layer.quantizer_arguments]
+    quantizers = [handed(node, key, values) for key in layer.quantizer_arguments]
     if isinstance(layer, QuantBilinear):
         return layer.integers(quantizers[0], None, None, None, quantizers[1])
     weight: Any = None
-    bias: Any = _handed(node, "bias", values)
+    bias: Any = handed(node, "bias", values)
     if isinstance(layer, QuantFunction):
         operands = [values[operand] if isinstance(operand, fx.Node) else operand for operand in node.args[1:]]
         weight, bias = operands[0], operands[1] if len(operands) > 1 else None
-    return layer.integers(quantizers[0], _handed(node, "norm", values), weight, bias)
+    return layer.integers(quantizers[0], handed(node, "norm", values), weight, bias)

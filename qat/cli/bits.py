@@ -1,0 +1,226 @@
+"""Bits of each layer within a budget: those that keep the float model's answers best, by an exact solver.
+
+Each layer alone is tried at each number of bits, on training images without labels; the sum of these losses is then
+made least such that weights, bit operations or a runtime's milliseconds stay within the budget. Layers whose bits the
+run's config fixes (first_bits, last_bits, overrides) keep them. `RUN/bits.yaml` is the run's config with the bits that
+were found, from the run's float weights: `python train.py --config RUN/bits.yaml` trains it.
+"""
+
+import argparse
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+import qat
+from qat.analysis.cost import LayerCost
+from qat.cli.runs import Run, add_overrides, add_run, counts, in_torch, open_run
+from qat.text import first_line, table
+from qat.training.config.file import dump_config, load_config
+from qat.training.config.schema import OverrideConfig, QuantizationConfig
+from qat.training.config.stages import SpecConfig
+from qat.training.data.loaders import Data
+from qat.training.errors import UserError, value_errors_reported
+from qat.training.run.files import write_text
+from qat.training.run.folder import FLOAT_WEIGHTS, RESOLVED_CONFIG
+from qat.training.run.logging import progress_bar
+
+EXAMPLE = "python -m qat bits runs/resnet_int8 --choices 2,4,8 --size 4"
+
+FILE = "bits.yaml"
+
+Bits = dict[str, int]
+"""Bits of weight and input of each layer that the config leaves open."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `bits`."""
+    add_run(parser)
+    add_overrides(parser)
+    parser.add_argument("--choices", type=counts, default=[2, 3, 4, 8], metavar="B,B", help="default: 2,3,4,8")
+    parser.add_argument("--size", type=float, metavar="B", help="weights of at most their size at B bits each")
+    parser.add_argument("--bops", type=float, metavar="B", help="bit operations of at most those of B by B bits")
+    latency = "at most MS milliseconds; FILE: YAML, layer: {bits: milliseconds}"
+    parser.add_argument("--latency", nargs=2, metavar=("FILE", "MS"), help=latency)
+    drop = "the smallest size whose calibrated top-1 is at most so many points below float"
+    parser.add_argument("--drop", type=float, metavar="POINTS", help=drop)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Find the bits, measure what they give before training, and write the config."""
+    if (given.size, given.bops, given.latency, given.drop) == (None,) * 4:
+        raise UserError("bits: no budget; give --size 4, --bops 4, --latency FILE MS or --drop 0.5")
+    opened = open_run(given.run_path, given.model)
+    folder = opened.folder
+    search = Search(opened, opened.data(given.overrides), sorted(given.choices))
+    budgets = search.budgets(given)
+    with value_errors_reported():
+        found = search.within(budgets) if given.drop is None else search.smallest(given.drop, budgets)
+    quantization = search.quantization(found)
+    print("\n".join(search.described(found)), flush=True)
+    if given.drop is not None and search.below_float(found) > given.drop:
+        print(f"no choice of these bits is at most {given.drop:g} points below float; give more bits, or train")
+        return 1
+    config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
+    start = config.model.model_copy(update={"checkpoint": str((folder / FLOAT_WEIGHTS).resolve()), "weights": None})
+    changed = {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0}),
+               "name": f"{config.name}-bits", "run_dir": None, "resume": "never"}  # fmt: skip
+    write_text(folder / FILE, dump_config(config.model_copy(update=changed)))
+    print(f"config: {folder / FILE}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Search:
+    """The layers of a run whose bits are open, what each loses and costs at each of the choices."""
+
+    opened: Run
+    data: Data
+    choices: list[int]
+
+    @cached_property
+    def tables(self) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, LayerCost]]]:
+        """The losses and the costs of each open layer, for each choice."""
+        losses, costs = dict[int, dict[str, float]](), dict[int, dict[str, LayerCost]]()
+        batches = list(self.data.calibration(self.opened.config.quantization.calibration_batches))
+        for bits in progress_bar(self.choices, "bits"):
+            model = self.opened.calibrated(self.data, self._uniform(bits))
+            losses[bits] = qat.layer_losses(model, batches)
+            costs[bits] = {row.name: row for row in qat.cost(model, torch.zeros(1, *self.data.image_shape))}
+        widths = {
+            name: {(costs[bits][name].weight_bits, costs[bits][name].activation_bits) for bits in self.choices}
+            for name in losses[self.choices[0]] if name in costs[self.choices[0]]
+        }  # fmt: skip
+        names = [name for name, found in widths.items() if found == {(bits, bits) for bits in self.choices}]
+        if not names:
+            raise UserError("bits: the config fixes the bits of every layer; leave overrides out, or change --choices")
+        return (
+            {name: {bits: losses[bits][name] for bits in self.choices} for name in names},
+            {name: {bits: costs[bits][name] for bits in self.choices} for name in names},
+        )
+
+    @cached_property
+    def kinds(self) -> dict[str, dict[str, dict[int, float]]]:
+        """Bytes and bit operations of each open layer, for each choice."""
+        _, costs = self.tables
+        return {
+            kind: {
+                name: {bits: float(getattr(row, field)) for bits, row in rows.items()} for name, rows in costs.items()
+            }
+            for kind, field in (("bytes", "weight_bytes"), ("bit operations", "bops"))
+        }
+
+    def budgets(self, given: argparse.Namespace) -> dict[str, float]:
+        """The most of each kind that the open layers may have."""
+        found, least = {}, self.choices[0]
+        for kind, asked, power in (("bytes", given.size, 1), ("bit operations", given.bops, 2)):
+            if asked is not None:
+                whole = sum(costs[least] for costs in self.kinds[kind].values())
+                found[kind] = whole * (asked / least) ** power
+        if given.latency:
+            file, most = given.latency
+            self.kinds["milliseconds"] = self._latencies(Path(file))
+            with value_errors_reported("--latency: "):
+                found["milliseconds"] = float(most)
+        return found
+
+    def _latencies(self, file: Path) -> dict[str, dict[int, float]]:
+        try:
+            read = yaml.safe_load(file.read_text())
+        except yaml.YAMLError as error:
+            raise UserError(f"--latency: {file}: {first_line(error)}") from error
+        rows = read if isinstance(read, dict) else {}
+        for name in self.tables[0]:
+            row = rows.get(name)
+            row = row if isinstance(row, dict) else {}
+            missing = [bits for bits in self.choices if not isinstance(row.get(bits), (int, float))]
+            if missing:
+                raise UserError(f"--latency: {file}: no milliseconds of {name!r} at {missing[0]} bits")
+        return {name: {bits: float(rows[name][bits]) for bits in self.choices} for name in self.tables[0]}
+
+    def within(self, budgets: dict[str, float]) -> Bits:
+        """The bits with the least loss within budgets."""
+        return qat.allocate(self.tables[0], self.kinds, budgets)
+
+    def smallest(self, drop: float, budgets: dict[str, float]) -> Bits:
+        """The bits of the least size, found by halving, that lose at most `drop` points of top-1; the best of all where
+        none does."""
+        sizes = [
+            sum(costs[bits] for costs in self.kinds["bytes"].values()) for bits in (self.choices[0], self.choices[-1])
+        ]
+        low, best = sizes[0], self.within(budgets)
+        high = self.cost_of("bytes", best)
+        while self.below_float(best) <= drop and high - low > 0.01 * high:
+            middle = (low + high) / 2
+            try:
+                found = self.within({**budgets, "bytes": middle})
+            except ValueError:  # the other budgets need more bytes
+                found = None
+            if found is not None and self.below_float(found) <= drop:
+                best, high = found, min(self.cost_of("bytes", found), middle)
+            else:
+                low = middle
+        return best
+
+    def cost_of(self, kind: str, found: Bits) -> float:
+        """What the open layers cost with these bits."""
+        return sum(self.kinds[kind][name][bits] for name, bits in found.items())
+
+    def below_float(self, found: Bits) -> float:
+        """Points of top-1 that the calibrated model is below float on the validation images."""
+        key = tuple(found.items())
+        if key not in self._measured:
+            model = self.opened.calibrated(self.data, self.quantization(found))
+            self._measured[key] = self._top1(self.opened.float_model) - self._top1(model)
+        return self._measured[key]
+
+    @cached_property
+    def _measured(self) -> dict[tuple[tuple[str, int], ...], float]:
+        return {}
+
+    def _top1(self, model: nn.Module) -> float:
+        right = [(in_torch(model.eval(), images).argmax(1) == labels).double() for images, labels in self.data.val]
+        return 100 * float(torch.cat(right).mean())
+
+    def quantization(self, found: Bits) -> QuantizationConfig:
+        """The run's grids with these bits."""
+        given = self.opened.config.quantization
+        overrides = {
+            name: OverrideConfig(weight=self._weight(bits), activation=SpecConfig(bits=bits))
+            for name, bits in found.items()
+        }
+        return given.model_copy(update={"overrides": {**given.overrides, **overrides}})
+
+    def _uniform(self, bits: int) -> QuantizationConfig:
+        given = self.opened.config.quantization
+        change = {"weight": self._weight(bits), "activation": SpecConfig(bits=bits)}
+        grids = {
+            tensor: getattr(given, tensor).model_copy(update=spec.model_dump(exclude_none=True))
+            for tensor, spec in change.items()
+        }
+        # Steps would round the weights that the losses are measured against.
+        return given.model_copy(update={**grids, "calibration_steps": ()})
+
+    def _weight(self, bits: int) -> SpecConfig:
+        """The lowest level of 8 bits does not fit int8 once a negative gamma is folded into it."""
+        whole = bits >= 8 and self.opened.config.quantization.weight.narrow_range is False
+        return SpecConfig(bits=bits, narrow_range=True) if whole else SpecConfig(bits=bits)
+
+    def described(self, found: Bits) -> list[str]:
+        """The layers with their bits and losses, and the whole beside all layers at one number of bits."""
+        losses, _ = self.tables
+        rows = [[name, str(bits), f"{losses[name][bits]:.5f}"] for name, bits in found.items()]
+        wholes = [[str(bits), *self._totals(dict.fromkeys(found, bits))] for bits in self.choices]
+        head = ["open layers", *self.kinds, "sum of losses"]
+        return [
+            *table([["layer", "bits", "loss alone"], *rows], numbers=True), "",
+            *table([head, *wholes, ["as found", *self._totals(found)]], numbers=True), "",
+            f"calibrated, before training: {self.below_float(found):.2f} points of top-1 below float",
+        ]  # fmt: skip
+
+    def _totals(self, found: Bits) -> list[str]:
+        loss = sum(self.tables[0][name][bits] for name, bits in found.items())
+        return [*(f"{self.cost_of(kind, found):,.6g}" for kind in self.kinds), f"{loss:.4f}"]

@@ -1,0 +1,135 @@
+"""What runs the file of a run: the runtimes that `--runtime` names, and a session in one of them."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qat.export.litert.engines import TorchFile
+from qat.export.litert.reading import ReadFile
+from qat.export.onnxruntime.default_session import default_is_exact, needs_option
+from qat.export.onnxruntime.session import open_session
+from qat.text import first_line
+from qat.training.errors import UserError
+from qat.training.run.folder import MODEL
+
+Array = npt.NDArray[Any]
+Opened = tuple[Callable[[Array], Array], list[str], list[tuple[int, ...]]]
+TFLITE = "model.tflite"
+
+EXACT_IN_OPENVINO = ("LP_TRANSFORMS_MODE", "NO")
+"""Property of OpenVINO's CPU plugin: compute on floats that lie on the grids. Its integer kernels (oneDNN's) add pairs
+of products in 16 bits on x86 without VNNI, as ONNX Runtime's do, and it has no others."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime: what it is called, its package, the file of a run folder that it reads, and its engine of LiteRT."""
+
+    title: str
+    package: str
+    file: str = MODEL
+    engine: str | None = None
+
+
+RUNTIMES = {
+    "onnxruntime": Runtime("ONNX Runtime", "onnxruntime"),
+    "openvino": Runtime("OpenVINO", "openvino"),
+    "litert": Runtime("LiteRT", "ai-edge-litert", TFLITE, "xnnpack"),
+    "litert_reference": Runtime("LiteRT's reference kernels", "ai-edge-litert", TFLITE, "reference"),
+    "tflite_micro": Runtime("TensorFlow Lite Micro", "tflite-micro", TFLITE, "micro"),
+}
+
+
+@dataclass(frozen=True)
+class Session:
+    """A file of one input of images: its shape (0 for a free axis), whether it takes uint8 pixels, and how it runs."""
+
+    shape: tuple[int, ...]
+    pixels: bool
+    run: Callable[[Array], Array]
+
+
+def default_differs(runtime: str) -> bool:
+    """Whether its sessions without options multiply otherwise than exactly on this processor."""
+    return runtime in RUNTIMES and RUNTIMES[runtime].file == MODEL and not default_is_exact()
+
+
+def notes_of(path: Path) -> dict[str, Any]:
+    """What a file says of itself."""
+    if path.suffix == Path(TFLITE).suffix:
+        return ReadFile(path.read_bytes()).notes()
+    noted = open_session(path).get_modelmeta().custom_metadata_map
+    return {key: json.loads(text) for key, text in noted.items()}
+
+
+def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0) -> Session:
+    """A session on the CPU; without `exact` it multiplies as the runtime does by default. `threads` 0: its choice."""
+    known = RUNTIMES[runtime]
+    try:
+        if known.engine:
+            compute, kinds, shapes = _in_litert(path, known.engine, threads)
+        else:
+            compute, kinds, shapes = (_in_openvino if runtime == "openvino" else _in_onnxruntime)(path, exact, threads)
+    except ImportError:
+        raise UserError(f"--runtime: {runtime} is not installed; pip install {known.package}") from None
+    except Exception as error:  # each runtime has its own
+        raise UserError(f"{path}: {known.title} does not open it: {first_line(error)}") from error
+    if kinds not in (["float32"], ["uint8"]) or len(shapes[0]) != 4:
+        named = " and ".join(f"{len(shape)}-D {kind}" for kind, shape in zip(kinds, shapes, strict=True))
+        raise UserError(f"{path}: takes {named}; this is for files of one input of images, 4-D float32 or uint8")
+
+    def run(images: Array) -> Array:
+        try:
+            return compute(images)
+        except Exception as error:
+            raise UserError(f"{path}: does not run with images {images.shape}: {first_line(error)}") from error
+
+    return Session(shapes[0], kinds == ["uint8"], run)
+
+
+def _in_onnxruntime(path: Path, exact: bool, threads: int) -> Opened:
+    session = open_session(path, exact=exact, threads=threads)
+    name = session.get_inputs()[0].name
+    return lambda images: np.asarray(session.run(None, {name: images})[0]), *_inputs(path)
+
+
+def _in_openvino(path: Path, exact: bool, threads: int) -> Opened:
+    options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}  # bfloat16 by default where the processor has it
+    options |= dict([EXACT_IN_OPENVINO]) if exact and needs_option() else {}
+    options |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
+    compiled = _core().compile_model(str(path), "CPU", options)
+    return lambda images: np.array(compiled(images)[0]), *_inputs(path)
+
+
+def _in_litert(path: Path, engine: str, threads: int) -> Opened:
+    """A file whose ends are integers takes and gives floats here."""
+    data = path.read_bytes()
+    file, inputs = TorchFile(data, engine, threads or None), ReadFile(data).inputs
+    kinds = ["float32" if each.type == 0 or each.quantization is not None else f"type {each.type}" for each in inputs]
+    shapes = [tuple(map(int, each.shape)) for each in inputs]
+    turned = [(n, *rest[-1:], *rest[:-1]) for n, *rest in shapes]
+    return lambda images: file(torch.from_numpy(images))[0].numpy(), kinds, turned
+
+
+def _inputs(path: Path) -> tuple[list[str], list[tuple[int, ...]]]:
+    """The types and shapes of an ONNX file's inputs."""
+    import onnx
+
+    inputs = [end.type.tensor_type for end in onnx.load(path, load_external_data=False).graph.input]
+    kinds = [np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.elem_type)).name for each in inputs]
+    return kinds, [tuple(axis.dim_value for axis in each.shape.dim) for each in inputs]
+
+
+@functools.cache
+def _core() -> Any:
+    """One for the process: where two end in the order in which they began, the next signal (Ctrl-C) is a crash."""
+    import openvino
+
+    return openvino.Core()

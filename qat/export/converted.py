@@ -1,0 +1,164 @@
+"""`convert`: a prepared model as a plain module of integers, for deployment in torch."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, fx, nn
+
+from qat.export.checks import check_exportable
+from qat.inputs import expect_model
+from qat.integers.evaluation import evaluation_copy
+from qat.integers.fixed_program import fixed_program
+from qat.integers.freezing import freeze
+from qat.integers.frozen import FreezingError, FrozenLayer, FrozenQuantizer, Operations
+from qat.integers.merging import merged
+from qat.integers.products import Product
+from qat.integers.program import integer_program
+from qat.kernels import plain_formulas
+from qat.preparation.refusals import wrapped
+from qat.torch_internals import children_of, decomposed_operators, parameters_of
+
+Execution = Literal["onednn", "reference", "export"]
+Requantization = Literal["float32", "fixed_point"]
+
+
+class IntegerModel(nn.Module):
+    """What `convert` returns: integer weights and tables, and a graph that computes on uint8 codes.
+
+    Attributes:
+        graph_module: the graph, a `torch.fx.GraphModule`; its code is readable.
+        execution: as of `convert`.
+    """
+
+    def __init__(self, graph_module: nn.Module, execution: Execution) -> None:
+        super().__init__()
+        self.graph_module, self.execution = graph_module, execution
+        self.eval()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the prepared model in evaluation."""
+        if self.execution == "export":
+            return self.graph_module(*args, **kwargs)
+        with torch.no_grad():
+            if self.execution == "onednn":
+                return self.graph_module(*args, **kwargs)
+            with plain_formulas():
+                return self.graph_module(*args, **kwargs)
+
+
+def convert(model: nn.Module, execution: Execution = "onednn", requantize: Requantization = "float32") -> IntegerModel:
+    """A plain module that computes what the model's evaluation does, from integers alone.
+
+    It holds no quantizer and no float weight of a quantized layer: weights are int8, biases int32 values, and a
+    function of one tensor between two grids is a table of 256 bytes.
+
+    Without pickle, "reference" and "export" are saved by `torch.export.save(torch.export.export(made, inputs), file)`
+    and loaded by torch alone ("export" after `import torch.ao.quantization.fx._decomposed`, which registers its
+    operators). "onednn" depends on the processor: save the prepared model's `state_dict()`, say in a safetensors file,
+    and convert again. The `state_dict()` of what is returned lacks the grids.
+
+    Args:
+        model: a prepared and calibrated model; it is not changed.
+        execution: how the same integers are computed:
+
+            - "onednn": uint8 by int8 in oneDNN's kernels where these are exact on the processor (VNNI), else in float32
+              in parts that are exact; bias, activation and requantization in one pass in C. On the CPU.
+            - "reference": torch's operations alone, on any device: sums of products in float64, which is exact; on CUDA
+              linear layers and 1x1 convolutions multiply int8 (`torch._int_mm`), where a trial found that exact.
+            - "export": `torch.ops.quantized_decomposed` around float operators, the form that torch.export hands to
+              torch.compile, AOTInductor and ExecuTorch. Biases are floats there.
+        requantize: how "reference" brings sums from grid to grid: in "float32", as the model does, or in "fixed_point",
+            with the multiplier and shift of microcontrollers. Then all integers, and outputs on grids, are those of
+            TensorFlow Lite Micro's reference kernels on the file that `export_litert` writes of the model.
+
+    Raises:
+        TypeError: if the model holds no quantizer.
+        ValueError: for another execution, if the model was prepared in parts, if a quantizer has no integers of at
+            most 8 bits, or if fixed point is not defined for an operation, which is named.
+
+    >>> import qat
+    >>> x = torch.rand(8, 3, 8, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval())
+    >>> qat.calibrate(model, [x])
+    >>> integers = qat.convert(model)
+    >>> torch.equal(integers(x), model(x))
+    True
+    """
+    expect_model(convert, model)
+    if execution not in get_args(Execution):
+        raise ValueError(f"convert: execution must be one of {', '.join(get_args(Execution))}, got {execution!r}")
+    if requantize not in get_args(Requantization):
+        names = ", ".join(get_args(Requantization))
+        raise ValueError(f"convert: requantize must be one of {names}, got {requantize!r}")
+    if requantize == "fixed_point" and execution != "reference":
+        raise ValueError(f"convert: fixed point is computed with execution='reference', got {execution!r}")
+    inside = wrapped(model)
+    model = model if inside is None else inside[1]
+    check_exportable(model, "convert")
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return IntegerModel(_converted(evaluation_copy(model), execution, requantize), execution)
+    except FreezingError as error:
+        raise ValueError(f"convert: {error}") from None
+
+
+def _converted(evaluated: nn.Module, execution: Execution, requantize: Requantization) -> nn.Module:
+    """The integers of an `evaluation_copy`; what no product computes on codes is frozen as it is."""
+    exported, graph = execution == "export", evaluated
+    if requantize == "fixed_point":
+        graph = fixed_program(evaluated)
+    elif isinstance(evaluated, fx.GraphModule) and not exported:
+        graph = integer_program(evaluated) or evaluated
+    frozen = freeze(graph, ExportOperations() if exported else Operations())
+    if isinstance(frozen, fx.GraphModule):
+        frozen.delete_all_unused_submodules()
+        frozen = merged(frozen) if execution == "onednn" else frozen
+    for name, module in list(frozen.named_modules()):
+        if isinstance(module, Product):
+            module.exact = execution == "reference"
+        elif isinstance(module, FrozenQuantizer) and exported:
+            frozen.set_submodule(name, ExportedQuantizer(module))
+        elif isinstance(module, FrozenLayer):
+            if exported:  # compilers ask for int64 constants
+                module.weight_zero_point = nn.Buffer(module.weight_zero_point.long())
+            parameters_of(module.twin).clear()  # its float weight and quantizers compute nothing any more
+            children_of(module.twin).clear()
+    return frozen
+
+
+class ExportOperations(Operations):
+    """DequantizeLinear of constants as torch.export's operators."""
+
+    float_biases = True
+
+    def __init__(self) -> None:
+        self.operators = decomposed_operators()
+
+    def dequantize(
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
+    ) -> Tensor:
+        """(codes - zero_point) * scale."""
+        limits, ops = torch.iinfo(codes.dtype), self.operators
+        points = torch.zeros_like(scale, dtype=torch.int64) if zero_point is None else zero_point
+        if axis is None:
+            y: Tensor = ops.dequantize_per_tensor.tensor(codes, scale, points, limits.min, limits.max, codes.dtype)
+        else:
+            y = ops.dequantize_per_channel.default(codes, scale, points, axis, limits.min, limits.max, codes.dtype)
+        return y
+
+
+class ExportedQuantizer(nn.Module):
+    """A grid of activations as a pair of operators with constant numbers."""
+
+    def __init__(self, quantizer: FrozenQuantizer) -> None:
+        super().__init__()
+        scale, zero_point, low, high = quantizer.grid()
+        kind = torch.int8 if quantizer.offset else quantizer.zero_point.dtype  # of the trained grid
+        self.numbers = (scale, *(int(each) - quantizer.offset for each in (zero_point, low, high)), kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x on the grid."""
+        ops = decomposed_operators()
+        codes = ops.quantize_per_tensor.default(x, *self.numbers)
+        y: Tensor = ops.dequantize_per_tensor.default(codes, *self.numbers)
+        return y

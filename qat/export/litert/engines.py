@@ -1,0 +1,97 @@
+"""What runs a .tflite file on this machine: LiteRT with XNNPACK or its reference kernels, and TensorFlow Lite Micro."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat.export.litert.axes import layout
+from qat.export.litert.file import HIGHEST, LOWEST, Array
+from qat.export.litert.reading import ReadFile
+from qat.inputs import as_arguments
+from qat.torch_internals import pytree
+
+ENGINES = ("xnnpack", "reference", "micro")
+"""What LiteRT runs by default; the kernels that define its operators; and those of microcontrollers."""
+
+ARENA = 64 * 2**20
+"""Bytes for all tensors of a file in the interpreter for microcontrollers, which asks for a number."""
+
+
+def open_engine(data: bytes, engine: str, threads: int | None = None) -> Callable[[Sequence[Array]], list[Array]]:
+    """A function from inputs to outputs, in the layouts and types of the file; `threads` are LiteRT's."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if engine == "micro":
+        micro, count = open_micro(data), len(ReadFile(data).outputs)
+
+        def run_micro(values: Sequence[Array]) -> list[Array]:
+            for number, value in enumerate(values):
+                micro.set_input(value, number)
+            micro.invoke()
+            return [np.array(micro.get_output(number)) for number in range(count)]
+
+        return run_micro
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    kinds = {"xnnpack": OpResolverType.BUILTIN, "reference": OpResolverType.BUILTIN_REF}
+    made = Interpreter(model_content=data, experimental_op_resolver_type=kinds[engine], num_threads=threads)
+    made.allocate_tensors()
+    inputs, outputs = (
+        [each["index"] for each in ends] for ends in (made.get_input_details(), made.get_output_details())
+    )
+
+    def run(values: Sequence[Array]) -> list[Array]:
+        for index, value in zip(inputs, values, strict=True):
+            made.set_tensor(index, value)
+        made.invoke()
+        return [np.array(made.get_tensor(index)) for index in outputs]
+
+    return run
+
+
+def open_micro(data: bytes) -> Any:
+    """The interpreter for microcontrollers."""
+    try:
+        from tflite_micro.python.tflite_micro import runtime
+    except ImportError:
+        raise ImportError("the engine 'micro' is not installed; pip install ste-qat[litert]") from None
+    return runtime.Interpreter.from_bytes(data, arena_size=ARENA)
+
+
+class TorchFile:
+    """A file in an engine, called as its model is, with any batch that is a multiple of its own.
+
+    With `codes`, outputs that are integers are not made the values that they stand for.
+    """
+
+    def __init__(self, data: bytes, engine: str, threads: int | None = None, codes: bool = False) -> None:
+        self._run, self._read, self._codes = open_engine(data, engine, threads), ReadFile(data), codes
+
+    def __call__(self, inputs: Any) -> list[Tensor]:
+        """The outputs, with axes as torch has them."""
+        leaves = pytree.tree_leaves(as_arguments(inputs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        given = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=True)]
+        batch = int(self._read.inputs[0].shape[0])
+        parts = [self._run([each[start : start + batch] for each in given]) for start in range(0, len(given[0]), batch)]
+        together = [np.concatenate(each) for each in zip(*parts, strict=True)]
+        return [_as_torch(*each, self._codes) for each in zip(together, self._read.outputs, strict=True)]
+
+
+def _as_stored(x: Tensor, end: Any) -> Array:
+    """In the layout of an input, and as its integers if it has a grid."""
+    values: Array = x.detach().cpu().permute(layout(x.dim())).contiguous().numpy()
+    if (grid := end.quantization) is None or grid.scale is None:
+        return values
+    codes = np.round(values / np.float32(grid.scale[0])) + grid.zeroPoint[0]
+    return np.asarray(np.clip(codes, LOWEST, HIGHEST), np.int8)
+
+
+def _as_torch(values: Array, end: Any, codes: bool) -> Tensor:
+    """In the layout of torch; the values that integers stand for, unless those are asked for."""
+    if not codes and (grid := end.quantization) is not None and grid.scale is not None:
+        values = (values.astype(np.float32) - grid.zeroPoint[0]) * np.float32(grid.scale[0])
+    return torch.from_numpy(values).permute(np.argsort(layout(values.ndim)).tolist()).contiguous()

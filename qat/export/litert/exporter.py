@@ -1,0 +1,79 @@
+"""`export_litert`: a prepared model as a .tflite file of integer operators."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.atomic_write import atomic_write
+from qat.contexts import warnings_ignored
+from qat.export.checks import check_exportable, check_new_file, warn_of_hooks, why_not_exported
+from qat.export.litert.reading import require_litert
+from qat.inputs import Inputs, as_arguments, expect_model
+from qat.integers.evaluation import evaluation_copy
+from qat.integers.freezing import freeze
+from qat.integers.frozen import FreezingError
+from qat.preparation.refusals import wrapped
+from qat.torch_internals import pytree
+
+
+def export_litert(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: Inputs,
+    *,
+    batch: int = 1,
+    integer_ends: bool = False,
+    four_bits: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the model for LiteRT (TensorFlow Lite), TensorFlow Lite Micro and what builds on them.
+
+    The file computes on the integers that were trained: int8 activations and weights, int32 biases. Every image is
+    stored as (N, H, W, C), inputs and outputs too. Prepare the model with `QuantRecipe(target="litert")`.
+
+    Args:
+        model: a prepared and calibrated model; it is not changed.
+        path: the file to write; an existing one is replaced atomically.
+        example_inputs: as for `export_onnx`; only the shapes matter, and the first axis is the batch.
+        batch: how many samples the file takes at once.
+        integer_ends: inputs and outputs are int8, on the grids of their quantizers, and not float32.
+        four_bits: store weights of at most 4 bits in 4; XNNPACK and LiteRT's kernels read that, others may not.
+        metadata: notes for the file, such as the names of the classes; each value as JSON, by its name.
+
+    Raises:
+        ImportError: without the package ai-edge-litert.
+        ValueError: as `export_onnx`, or if LiteRT has no integer operator for an operation, which is named.
+    """
+    expect_model(export_litert, model)
+    require_litert("export_litert")
+    check_new_file(Path(path), "export_litert")
+    inside = wrapped(model)
+    model = model if inside is None else inside[1]
+    check_exportable(model, "export_litert")
+    warn_of_hooks(model, "export_litert")
+    from qat.export.litert.file import ModelFile
+    from qat.export.litert.operators import LiteRTOperations
+    from qat.export.litert.translation import Translation
+    from qat.export.litert.values import Writer
+
+    def ready(x: Any) -> Any:
+        return x.detach().cpu().float()[:1].expand(batch, *x.shape[1:]).clone() if isinstance(x, Tensor) else x
+
+    args, options = as_arguments(pytree.tree_map(ready, example_inputs))
+    try:
+        frozen = freeze(evaluation_copy(model), LiteRTOperations())
+    except FreezingError as error:
+        raise ValueError(f"export_litert: {error}") from None
+    try:
+        with warnings_ignored(), torch.no_grad():
+            program = torch.export.export(frozen, args, options).run_decompositions({})
+    except Exception as error:  # torch.export has its own types
+        raise why_not_exported(model, example_inputs, error, "export_litert", "torch.export") from error
+    file = ModelFile()
+    done = Translation(Writer(file, four_bits), program, integer_ends)
+    with atomic_write(Path(path)) as temporary:
+        temporary.write_bytes(file.packed(done.inputs, done.outputs, metadata or {}))

@@ -1,0 +1,167 @@
+"""`ModelFile`: the tensors, operators and buffers of one .tflite file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+ALIGNMENT = 16
+"""Bytes: what kernels expect of constants."""
+
+VERSIONS = {
+    "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4, "HARD_SWISH": 1, "RESHAPE": 1,
+    "RESIZE_NEAREST_NEIGHBOR": 3, "SUB": 3,
+}  # fmt: skip
+"""Of operators, the version that has all that is used of them, where it is not the second."""
+
+OPTIONS = {
+    "AVERAGEPOOL2D": "POOL2D", "MAXPOOL2D": "POOL2D", "MAXIMUM": "MAXIMUMMINIMUM", "MINIMUM": "MAXIMUMMINIMUM",
+    "MEAN": "REDUCER",
+}  # fmt: skip
+"""The schema's names of options, where they are not those of the operator."""
+
+LOWEST, HIGHEST = -128, 127
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The integers low .. high of int8; fewer than 256 lie at its upper end, where saturation bounds them above.
+
+    An integer q stands for (q - zero_point) * scale.
+    """
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None) -> "Grid":
+        """The grid of a frozen quantizer, whose integers are stored in another type or elsewhere in it."""
+        limits = torch.iinfo(zero_point.dtype)
+        first, last = (limits.min, limits.max) if low is None or high is None else (int(low), int(high))
+        shift = HIGHEST - last
+        return cls(float(scale), int(zero_point) + shift, first + shift, HIGHEST)
+
+    def code(self, value: float) -> int:
+        """The integer of a value, which may be infinite."""
+        rounded = float((torch.tensor(value) / self.scale).round()) + self.zero_point  # in float32, as a quantizer does
+        return int(max(self.low, min(self.high, rounded)))
+
+    def fused(self, low: int, high: int) -> tuple[str, int, int]:
+        """The fused activation that bounds integers the most without passing low .. high; and its bounds."""
+        best = ("NONE", LOWEST, HIGHEST)
+        for name, first, last in (("RELU", self.zero_point, HIGHEST), ("RELU6", self.zero_point, self.code(6.0))):
+            if best[1] <= first <= low and high <= last <= best[2] and (first, last) != best[1:]:
+                best = (name, first, last)
+        return best
+
+
+FLOAT = Grid(0.0, 0, LOWEST, HIGHEST)
+"""No grid: float32, for results that no quantizer follows."""
+
+
+class ModelFile:
+    """A file that is being written."""
+
+    def __init__(self) -> None:
+        from ai_edge_litert import schema_py_generated as schema
+
+        self.schema: Any = schema
+        self.shapes: list[tuple[int, ...]] = []
+        self._options = {name.upper(): name for name in vars(schema.BuiltinOptions)}
+        self.tensors: list[Any] = []
+        self._graph = schema.SubGraphT(name="main", tensors=self.tensors, operators=[])
+        self._buffers: list[Any] = [schema.BufferT()]
+        self._codes: dict[str, int] = {}
+        self._constants: dict[tuple[Any, ...], int] = {}
+
+    def tensor(self, name: str, shape: Sequence[int], kind: str, grid: Grid | None = None, channels: Any = None) -> int:
+        """Add a tensor of the schema's kind, and give its number.
+
+        It has a grid, or `channels`: scales along an axis, with zero point 0, and the axis.
+        """
+        kind, grid = ("FLOAT32", None) if grid is FLOAT else (kind, grid)
+        sizes, quantization = tuple(map(int, shape)), None
+        if grid is not None or channels is not None:
+            scales, axis = ([grid.scale], 0) if grid is not None else channels
+            zero_points = [0 if grid is None else grid.zero_point] * len(scales)
+            quantization = self.schema.QuantizationParametersT(
+                scale=[*map(float, scales)], zeroPoint=zero_points, quantizedDimension=axis
+            )
+        number = getattr(self.schema.TensorType, kind)
+        self.tensors.append(self.schema.TensorT([*sizes], number, name=name, quantization=quantization))
+        self.shapes.append(sizes)
+        return len(self.shapes) - 1
+
+    def constant(
+        self, name: str, values: Array, grid: Grid | None = None, channels: Any = None, packed: bool = False
+    ) -> int:
+        """Add a tensor with values, and give its number; equal ones are stored once."""
+        key = (values.tobytes(), values.shape, values.dtype, grid, None if channels is None else str(channels), packed)
+        if key not in self._constants:
+            kind = "INT4" if packed else values.dtype.name.upper()
+            number = self._constants[key] = self.tensor(name, values.shape, kind, grid, channels)
+            self.tensors[number].buffer = self._buffer(_in_nibbles(values) if packed else values)
+        return self._constants[key]
+
+    def operator(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], **options: Any) -> None:
+        """Add an operator; options by the names of the schema."""
+        made = self.schema.OperatorT(self._codes.setdefault(kind, len(self._codes)), [*inputs], [*outputs])
+        name = kind.replace("_", "")
+        if name := self._options.get(f"{OPTIONS.get(name, name)}OPTIONS", ""):  # LOGISTIC and TANH have none
+            made.builtinOptionsType = getattr(self.schema.BuiltinOptions, name)
+            made.builtinOptions = getattr(self.schema, f"{name}T")(**options)
+        self._graph.operators.append(made)
+
+    def in_float(self, tensor: int) -> int:
+        """The tensor in float32; what has no grid stays as it is."""
+        if self.tensors[tensor].quantization is None:
+            return tensor
+        made = self.tensor(f"floats_{len(self.shapes)}", self.shapes[tensor], "FLOAT32")
+        self.operator("DEQUANTIZE", [tensor], [made])
+        return made
+
+    def packed(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, Any]) -> bytes:
+        """The file: its inputs and outputs by name, and notes that go into its metadata, each as JSON."""
+        import flatbuffers
+
+        schema, builtin = self.schema, self.schema.BuiltinOperator
+        self._graph.inputs, self._graph.outputs = [*inputs.values()], [*outputs.values()]
+        ends = ([schema.TensorMapT(*each) for each in named.items()] for named in (inputs, outputs))
+        most, numbers = builtin.PLACEHOLDER_FOR_GREATER_OP_CODES, {each: getattr(builtin, each) for each in self._codes}
+        codes = [schema.OperatorCodeT(min(n, most), None, VERSIONS.get(each, 2), n) for each, n in numbers.items()]
+        texts = {key: np.frombuffer(json.dumps(value).encode(), np.uint8) for key, value in notes.items()}
+        noted = [schema.MetadataT(key, self._buffer(text)) for key, text in texts.items()]
+        model = schema.ModelT(
+            3, codes, [self._graph], "qat", self._buffers, metadata=noted,
+            signatureDefs=[schema.SignatureDefT(*ends, signatureKey="serving_default")],
+        )  # fmt: skip
+        builder = flatbuffers.Builder(4096)
+        builder.Finish(model.Pack(builder), b"TFL3")
+        return bytes(builder.Output())
+
+    def _buffer(self, values: Array) -> int:
+        class Aligned(self.schema.BufferT):  # type: ignore[misc, name-defined]
+            """The schema's own packs bytes wherever they fall."""
+
+            def Pack(self, builder: Any) -> Any:  # noqa: N802 - the schema's name
+                builder.Prep(ALIGNMENT, len(self.data))
+                return super().Pack(builder)
+
+        self._buffers.append(Aligned(np.frombuffer(values.tobytes(), np.uint8)))
+        return len(self._buffers) - 1
+
+
+def _in_nibbles(values: Array) -> Array:
+    """Two integers in a byte, the first in the lower half."""
+    flat = values.reshape(-1).astype(np.uint8) & 15
+    flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
+    return flat[::2] | flat[1::2] << 4

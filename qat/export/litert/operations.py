@@ -1,0 +1,278 @@
+"""Operations between layers: sums, averages, activations, and what only moves integers.
+
+Every handler takes the writer, the shape of the result in torch, and the arguments of the call.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from qat.export.litert.axes import Axes, layout
+from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
+from qat.export.litert.products import VALID, pad, padded, pair
+from qat.export.litert.values import ANY, PREPARE_FOR_IT, Coded, Pending, Shape, UnwritableError, Writer
+
+Handler = Callable[..., Any]
+
+PROBABILITIES, ANGLES = (1 / 256, LOWEST), (1 / 128, 0)
+"""Scale and zero point that LiteRT's kernels give sigmoid and softmax, and tanh."""
+
+
+def binary(kind: str) -> Handler:
+    """ADD, SUB or MUL, on any grids, of tensors and numbers."""
+
+    def handler(writer: Writer, shape: Shape, a: Any, b: Any, alpha: float = 1) -> Pending:
+        operands = [writer.coded(each, kind) for each in (a, b)]
+        if alpha != 1:
+            raise UnwritableError(f"{kind} with alpha={alpha} is not written; multiply first")
+        wide = [moved(each, (1,) * (len(shape) - len(each.axes.dims)) + each.axes.shape, writer) for each in operands]
+
+        def emit(grid: Grid, low: float, high: float) -> Coded:
+            inputs = [writer.stored(each) for each in wide]
+            return writer.result(kind, inputs, shape, grid, (low, high), fuses=True)
+
+        return Pending(emit, kind)
+
+    return handler
+
+
+def unary(kind: str, fixed: tuple[float, int] | None = None, **options: Any) -> Handler:
+    """An activation; `fixed` is the only grid that its kernels have."""
+
+    def handler(writer: Writer, shape: Shape, x: Any, *_: Any) -> Pending:
+        x = writer.coded(x, kind)
+
+        def emit(grid: Grid, low: float, high: float) -> Coded:
+            if fixed and grid is not FLOAT and (grid.scale, grid.zero_point) != fixed:
+                raise UnwritableError(
+                    f"LiteRT's {kind} has the scale 1/{1 / fixed[0]:g} and the zero point {fixed[1]}, not"
+                    f" {grid.scale:.6g} and {grid.zero_point}; {PREPARE_FOR_IT}"
+                )
+            return writer.result(kind, [writer.stored(x)], shape, grid, (low, high), **options)
+
+        return Pending(emit, kind)
+
+    return handler
+
+
+def softmax(writer: Writer, shape: Shape, x: Any, axis: int, *_: Any) -> Any:
+    """SOFTMAX, over the last axis."""
+    if layout(len(shape))[-1] != axis % len(shape):
+        raise UnwritableError(f"LiteRT's SOFTMAX runs over the last stored axis only, not over axis {axis}")
+    return unary("SOFTMAX", PROBABILITIES, beta=1.0)(writer, shape, x)
+
+
+def hardsigmoid(writer: Writer, shape: Shape, x: Any) -> Pending:
+    """clamp(x / 6 + 1/2, 0, 1): a depthwise convolution of one pixel, whose weight makes the bias nearly whole."""
+    x = writer.coded(x, "hardsigmoid")
+    image = moved(x, (*shape, *(1,) * (4 - len(shape))), writer)
+    channels = image.axes.shape[1]
+    # x / 6 + 1/2 = (q * code + bias) * step with step = scale / (6 * code), so bias is 3 * code / scale.
+    biases = {code: 3 * code / x.grid.scale for code in range(HIGHEST // 2, HIGHEST + 1)}
+    code, bias = min(biases.items(), key=lambda each: abs(each[1] - round(each[1])))
+
+    def emit(grid: Grid, low: float, high: float) -> Coded:
+        if grid is FLOAT:
+            raise UnwritableError(f"no quantizer follows a hardsigmoid; {PREPARE_FOR_IT}")
+        constants = _one_channel_each(writer, x.grid, (1, 1), channels, (code, 6), round(bias))
+        made = writer.result(
+            "DEPTHWISE_CONV_2D", [writer.stored(image), *constants], image.axes.shape, grid,
+            (max(low, 0.0), min(high, 1.0)), fuses=True, padding=VALID, strideH=1, strideW=1, depthMultiplier=1,
+        )  # fmt: skip
+        return moved(made, shape, writer)
+
+    return Pending(emit, "hardsigmoid")
+
+
+def _one_channel_each(
+    writer: Writer, grid: Grid, kernel: Sequence[int], channels: int, weight: tuple[int, int], bias: int
+) -> list[int]:
+    """Weight and bias of a depthwise convolution: everywhere code / (divisor * code), with the bias in its steps."""
+    code, divisor = weight
+    step = 1 / (divisor * code)
+    codes, sums = np.full((1, *kernel, channels), code, np.int8), np.full(channels, bias, np.int32)
+    return [
+        writer.file.constant("equal_weights", codes, channels=([step] * channels, 3)),
+        writer.file.constant("equal_biases", sums, channels=([grid.scale * step] * channels, 0)),
+    ]
+
+
+def clamp(writer: Writer, shape: Shape, x: Any, low: float | None = None, high: float | None = None) -> Any:
+    """Bounds: of a result that waits for its grid, or of integers."""
+    bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+    if isinstance(x, Pending):
+        return Pending(x.emit, x.operation, max(x.low, bounds[0]), min(x.high, bounds[1]))
+    x = writer.coded(x, "a clamp")
+    return writer.requantized(x, x.grid, bounds)
+
+
+def mean(writer: Writer, shape: Shape, x: Any, axes: Sequence[int] | None = None, *_: Any, **__: Any) -> Pending:
+    """MEAN, onto any grid."""
+    x = writer.coded(x, "a mean")
+    before, rank = x.axes.shape, len(x.axes.dims)
+    averaged = {axis % rank for axis in (axes or range(rank))}
+    if rank == 4 and averaged == {2, 3}:
+        return view(writer, shape, average(writer, (*before[:2], 1, 1), x, before[2:]))  # type: ignore[no-any-return]
+    stored = [place for place, axis in enumerate(layout(rank)) if axis in averaged]
+    kept = tuple(1 if axis in averaged else size for axis, size in enumerate(before))
+
+    def emit(grid: Grid, low: float, high: float) -> Coded:
+        inputs = [writer.stored(x), writer.numbers(stored)]
+        return moved(writer.result("MEAN", inputs, kept, grid, (low, high), keepDims=True), shape, writer)
+
+    return Pending(emit, "a mean")
+
+
+def adaptive_average(writer: Writer, shape: Shape, x: Any, sizes: Sequence[int]) -> Pending:
+    """AVERAGE_POOL_2D of equal windows; the reference kernel of MEAN is off by up to 3/4 of a level."""
+    x = writer.coded(x, "an average")
+    both = [divmod(size, wanted) for size, wanted in zip(x.axes.shape[-2:], shape[-2:], strict=True)]
+    if any(rest for _, rest in both):
+        raise UnwritableError(f"adaptive pooling of {x.axes.shape[-2:]} to {sizes} has windows of several sizes")
+    return average(writer, shape, x, [size for size, _ in both])
+
+
+def average(
+    writer: Writer, shape: Shape, x: Any, kernel: Sequence[int], stride: Sequence[int] = (),
+    padding: Sequence[int] = (0, 0), ceil: bool = False, count_margins: bool = True, divisor: int | None = None,
+) -> Pending:  # fmt: skip
+    """AVERAGE_POOL_2D, or onto another grid a DEPTHWISE_CONV_2D of ones."""
+    x = writer.coded(x, "an average")
+    if ceil or divisor or (any(padding) and not count_margins):
+        raise UnwritableError("average pooling with ceil_mode, a divisor, or margins that do not count is not written")
+    steps = list(stride or kernel)
+    strides = {"strideH": steps[0], "strideW": steps[1], "padding": VALID}
+
+    def emit(grid: Grid, low: float, high: float) -> Coded:
+        margins = [(0, 0), *((each, each) for each in padding), (0, 0)]
+        tensor = writer.stored(pad(writer, x, margins) if any(padding) else x)
+        if grid is FLOAT or (grid.scale, grid.zero_point) == (x.grid.scale, x.grid.zero_point):
+            window = {"filterHeight": kernel[0], "filterWidth": kernel[1], **strides}
+            return writer.result("AVERAGE_POOL_2D", [tensor], shape, grid, (low, high), fuses=True, **window)
+        inputs = [tensor, *_one_channel_each(writer, x.grid, kernel, shape[1], (64, math.prod(kernel)), 0)]
+        options = {"depthMultiplier": 1, **strides}
+        return writer.result("DEPTHWISE_CONV_2D", inputs, shape, grid, (low, high), fuses=True, **options)
+
+    return Pending(emit, "an average")
+
+
+def maximum(
+    writer: Writer, shape: Shape, x: Any, kernel: Sequence[int], stride: Sequence[int] = (),
+    padding: Sequence[int] = (0, 0), dilation: Sequence[int] = (1, 1), *_: Any,
+) -> Coded:  # fmt: skip
+    """MAX_POOL_2D, on the grid of x."""
+    x = writer.coded(x, "max pooling")
+    kernel, steps, margins = (pair(each) for each in (kernel, stride or kernel, padding))
+    if any(each != 1 for each in dilation):
+        raise UnwritableError("max pooling with dilation is not written")
+    tensor, how = padded(writer, x, shape[2:], kernel, steps, (1, 1), margins, x.grid.low)
+    return writer.result(
+        "MAX_POOL_2D", [tensor], shape, x.grid, fuses=True, padding=how, strideH=steps[0], strideW=steps[1],
+        filterHeight=kernel[0], filterWidth=kernel[1],
+    )  # fmt: skip
+
+
+def concatenation(writer: Writer, shape: Shape, tensors: Sequence[Any], axis: int = 0) -> Any:
+    """CONCATENATION, whose operands all lie on the grid of the result."""
+    parts = [writer.coded(each, "a concatenation") for each in tensors]
+    place = layout(len(shape)).index(axis % len(shape))
+
+    def emit(grid: Grid, low: float, high: float) -> Coded:
+        inputs = [writer.stored(writer.requantized(each, grid)) for each in parts]
+        return writer.requantized(writer.result("CONCATENATION", inputs, shape, grid, axis=place), grid, (low, high))
+
+    grids = {each.grid for each in parts}
+    return emit(grids.pop(), *ANY) if len(grids) == 1 else Pending(emit, "a concatenation")
+
+
+def moved(x: Coded, shape: Sequence[int], writer: Writer) -> Coded:
+    """x in another shape."""
+    axes = x.axes.viewed(shape)
+    if axes is not None:
+        return Coded(x.tensor, axes, x.grid)
+    return Coded(writer.stored(x, range(len(x.axes.dims)), shape), Axes.plain(shape), x.grid)
+
+
+def moving(move: Callable[..., Coded]) -> Handler:
+    """A handler of what only moves values: of integers, or behind an operation that waits for its grid."""
+
+    def handler(writer: Writer, shape: Shape, x: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(x, Pending):
+            emit = x.emit
+            return replace(x, emit=lambda *bounds: move(writer, shape, emit(*bounds), *args, **options))
+        return move(writer, shape, writer.coded(x, "a view"), *args, **options)
+
+    return handler
+
+
+@moving
+def view(writer: Writer, shape: Shape, x: Coded, *_: Any, **__: Any) -> Coded:
+    """Another shape, or what changes no value: without an operator."""
+    return moved(x, shape, writer)
+
+
+@moving
+def permutation(writer: Writer, shape: Shape, x: Coded, order: Sequence[int]) -> Coded:
+    """Another order of the axes, without an operator."""
+    return Coded(x.tensor, x.axes.permuted([axis % len(order) for axis in order]), x.grid)
+
+
+def transposition(writer: Writer, shape: Shape, x: Any, *axes: int) -> Any:
+    """Two axes exchanged."""
+    order = list(range(len(shape)))
+    order[axes[0]], order[axes[1]] = order[axes[1]], order[axes[0]]
+    return permutation(writer, shape, x, order)
+
+
+@moving
+def zero_margins(
+    writer: Writer, shape: Shape, x: Coded, margins: Sequence[int], mode: str = "constant", value: float | None = None
+) -> Coded:
+    """PAD with zeros."""
+    if mode != "constant" or value:
+        raise UnwritableError(f"padding with {value or mode} is not written; only 0 lies on every grid")
+    pairs = [(0, 0)] * (len(shape) - len(margins) // 2) + list(zip(margins[-2::-2], margins[-1::-2], strict=True))
+    return pad(writer, x, [pairs[axis] for axis in layout(len(shape))])
+
+
+@moving
+def part(
+    writer: Writer, shape: Shape, x: Coded, axis: int = 0, first: int | None = 0, end: int | None = None, step: int = 1
+) -> Coded:
+    """STRIDED_SLICE along one axis."""
+    if shape == x.axes.shape:
+        return x
+    axis %= len(shape)
+    place, tensor = layout(len(shape)).index(axis), writer.stored(x)
+    begin, stop, steps = [0] * len(shape), list(writer.file.shapes[tensor]), [1] * len(shape)
+    begin[place], stop[place], steps[place] = slice(first, end, step).indices(x.axes.shape[axis])
+    return writer.result("STRIDED_SLICE", [tensor, *map(writer.numbers, (begin, stop, steps))], shape, x.grid)
+
+
+@moving
+def chosen(writer: Writer, shape: Shape, x: Coded, axis: int, index: int) -> Coded:
+    """One place of an axis."""
+    before = x.axes.shape
+    axis, index = axis % len(before), index % before[axis]
+    kept: Coded = part(writer, (*before[:axis], 1, *before[axis + 1 :]), x, axis, index, index + 1)
+    return moved(kept, shape, writer)
+
+
+def splitting(writer: Writer, shapes: Any, x: Any, size: Any, axis: int = 0) -> list[Coded]:
+    """SPLIT into equal parts, or a STRIDED_SLICE for each."""
+    x = writer.coded(x, "a split")
+    if len(set(shapes)) == 1:
+        inputs = [writer.numbers([layout(len(shapes[0])).index(axis % len(shapes[0]))]), writer.stored(x)]
+        return writer.parts("SPLIT", inputs, shapes[0], x.grid, len(shapes))
+    ends = np.cumsum([shape[axis] for shape in shapes]).tolist()
+    return [part(writer, shape, x, axis, end - shape[axis], end) for shape, end in zip(shapes, ends, strict=True)]
+
+
+def nearest(writer: Writer, shape: Shape, x: Any, *_: Any) -> Coded:
+    """RESIZE_NEAREST_NEIGHBOR."""
+    x = writer.coded(x, "an interpolation")
+    inputs = [writer.stored(x), writer.numbers(shape[2:])]
+    return writer.result("RESIZE_NEAREST_NEIGHBOR", inputs, shape, x.grid)

@@ -1,0 +1,156 @@
+"""The walk over the traced graph: every node becomes a value, and operators in the file."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qat.export.litert import operations as of
+from qat.export.litert.axes import Axes, layout
+from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
+from qat.export.litert.operators import quantize  # noqa: F401 - registers the operators
+from qat.export.litert.products import convolution, linear, matmul
+from qat.export.litert.values import ANY, PREPARE_FOR_IT, Coded, Pending, UnwritableError, Weight, Writer
+from qat.torch_internals import UNSAFE_VIEW_OPERATOR, pytree
+
+aten, qat = torch.ops.aten, torch.ops.qat
+
+VIEWS = (
+    aten.view.default, aten.reshape.default, UNSAFE_VIEW_OPERATOR.default, aten.flatten.using_ints,
+    aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.clone.default,
+    aten.contiguous.default, aten.dropout.default, aten.alias.default,
+)  # fmt: skip
+
+HANDLERS: dict[Any, Any] = {
+    **dict.fromkeys(VIEWS, of.view),
+    aten.conv2d.default: convolution,
+    aten.conv2d.padding: convolution,
+    aten.linear.default: linear,
+    aten.matmul.default: matmul,
+    aten.bmm.default: matmul,
+    aten.add.Tensor: of.binary("ADD"),
+    aten.sub.Tensor: of.binary("SUB"),
+    aten.mul.Tensor: of.binary("MUL"),
+    aten.relu.default: lambda writer, shape, x: of.clamp(writer, shape, x, 0.0),
+    aten.hardtanh.default: lambda writer, shape, x, low=-1.0, high=1.0: of.clamp(writer, shape, x, low, high),
+    aten.relu6.default: lambda writer, shape, x: of.clamp(writer, shape, x, 0.0, 6.0),
+    aten.clamp.default: of.clamp,
+    aten.sigmoid.default: of.unary("LOGISTIC", of.PROBABILITIES),
+    aten.tanh.default: of.unary("TANH", of.ANGLES),
+    aten.hardswish.default: of.unary("HARD_SWISH"),
+    aten.gelu.default: lambda *args, approximate="none": of.unary("GELU", approximate=approximate == "tanh")(*args),
+    aten.softmax.int: of.softmax,
+    aten.hardsigmoid.default: of.hardsigmoid,
+    aten.mean.dim: of.mean,
+    aten.adaptive_avg_pool2d.default: of.adaptive_average,
+    aten.avg_pool2d.default: of.average,
+    aten.max_pool2d.default: of.maximum,
+    aten.cat.default: of.concatenation,
+    aten.permute.default: of.permutation,
+    aten.transpose.int: of.transposition,
+    aten.constant_pad_nd.default: lambda *args: of.zero_margins(*args[:4], "constant", *args[4:]),
+    aten.pad.default: of.zero_margins,
+    aten.slice.Tensor: of.part,
+    aten.select.int: of.chosen,
+    aten.split.Tensor: of.splitting,
+    aten.split_with_sizes.default: of.splitting,
+    aten.upsample_nearest2d.vec: of.nearest,
+    operator.getitem: lambda writer, shape, values, index: values[index],
+}
+"""What writes a call of torch."""
+
+
+class Translation(fx.Interpreter):
+    """A program of torch.export, with `LiteRTOperations`, written into a file whose ends are `inputs` and `outputs`."""
+
+    def __init__(self, writer: Writer, program: Any, integer_ends: bool) -> None:
+        super().__init__(program.module(check_guards=False))
+        self.extra_traceback = False  # an error is one sentence
+        self.writer, self.file, self.integer_ends = writer, writer.file, integer_ends
+        self.inputs: dict[str, int] = {}
+        self.outputs: dict[str, int] = {}
+        self._named: set[int] = set()
+        self.run(enable_io_processing=False)
+
+    def run_node(self, node: fx.Node) -> Any:
+        """The value of a node; those of constants are tensors, those of inputs the nodes themselves."""
+        if node.op == "placeholder":
+            return node
+        if node.op not in ("call_function", "output"):
+            return super().run_node(node).detach()
+        try:
+            return self._value(node, *self.fetch_args_kwargs_from_env(node))
+        except UnwritableError as error:
+            raise ValueError(f"export_litert: {_place(node)}: {error}") from None
+
+    def _value(self, node: fx.Node, args: Any, options: Any) -> Any:
+        if node.op == "output":
+            return self._write_outputs(args[0])
+        if node.target is qat.litert_quantize.default:
+            return self._quantized(*args)
+        if node.target is qat.litert_dequantize.default:
+            return args[0] if isinstance(args[0], Coded) else Weight(*args)
+        read = pytree.tree_leaves((args, options))
+        if not any(isinstance(each, (Coded, Pending, fx.Node, Weight)) for each in read):
+            compute: Any = node.target  # of constants alone
+            return compute(*args, **options)
+        if any(isinstance(each, fx.Node) for each in read):
+            raise UnwritableError(f"it reads an input of the model, which lies on no grid; {PREPARE_FOR_IT}")
+        if node.target not in HANDLERS:
+            raise UnwritableError("LiteRT has no integer operator for it, or none that is written here")
+        shape = pytree.tree_map(lambda each: tuple(each.shape), node.meta["val"])
+        return HANDLERS[node.target](self.writer, shape, *args, **options)
+
+    def _quantized(
+        self, x: Any, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
+    ) -> Coded:
+        """A tensor on the grid of a quantizer, with its name."""
+        grid = Grid.of(scale, zero_point, low, high)
+        if isinstance(x, Pending):
+            made = x.emit(grid, x.low, x.high)
+        elif isinstance(x, fx.Node):
+            made = self._input(x, grid)
+        else:
+            made = self.writer.requantized(self.writer.coded(x, "a quantizer"), grid)
+        if made.tensor not in self._named:
+            order = made.axes.order(layout(len(made.axes.dims)))
+            if order == sorted(order):  # in the shape of torch, its integers are found under the quantizer's name
+                made = Coded(self.writer.stored(made), Axes.stored(made.axes.shape), made.grid)
+            self.file.tensors[made.tensor].name = name
+            self._named.add(made.tensor)
+        return made
+
+    def _input(self, x: fx.Node, grid: Grid) -> Coded:
+        """An input of the file."""
+        axes = Axes.stored(x.meta["val"].shape)
+        shape = [axes.shape[axis] for axis in layout(len(axes.dims))]
+        if self.integer_ends:
+            if x.name in self.inputs:
+                raise UnwritableError(f"the input {x.name!r} has several grids; export it with float ends")
+            self.inputs[x.name] = tensor = self.file.tensor(x.name, shape, "INT8", grid)
+            return self.writer.clipped(Coded(tensor, axes, grid), grid.low, grid.high, (LOWEST, HIGHEST))
+        if x.name not in self.inputs:
+            self.inputs[x.name] = self.file.tensor(x.name, shape, "FLOAT32")
+        return self.writer.result("QUANTIZE", [self.inputs[x.name]], axes.shape, grid, ANY)
+
+    def _write_outputs(self, results: Any) -> None:
+        for number, value in enumerate(results):
+            if isinstance(value, Pending) and not self.integer_ends:
+                value = value.emit(FLOAT, value.low, value.high)
+            if not isinstance(value, Coded):
+                what = value.operation if isinstance(value, Pending) else "a constant"
+                raise UnwritableError(f"number {number} is {what} that no quantizer follows; {PREPARE_FOR_IT}")
+            tensor = self.writer.stored(value)
+            if not self.integer_ends:
+                tensor = self.file.in_float(tensor)
+                self.file.tensors[tensor].name = f"output_{number}"
+            self.outputs[f"output_{number}"] = tensor
+
+
+def _place(node: fx.Node) -> str:
+    """Where a node comes from, for errors: the module that calls it, and the call."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(path) for path, _ in stack.values() if path]
+    call = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+    return f"{paths[-1]!r} ({call})" if paths else call

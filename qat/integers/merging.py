@@ -1,0 +1,67 @@
+"""`merged`: an integer program in fewer passes over memory, with the same results to the bit."""
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qat.integers.grids import all_values
+from qat.integers.modules import Dequantize, Quantize, Table
+from qat.integers.products import Product
+from qat.tracing.in_place import drop_unread
+from qat.tracing.nodes import submodule_of
+
+
+def merged(program: fx.GraphModule) -> fx.GraphModule:
+    """A program whose products write what their readers want, on this processor; it shares weights with the given one.
+
+    x * table(x) of codes x is a table. A table behind a product becomes part of it. Where all readers of a product
+    multiply floats, it writes code - zero in float32, and not codes.
+    """
+    program = fx.GraphModule(program, copy.deepcopy(program.graph))
+    for node in program.graph.nodes:
+        found = _gated(program, node)
+        if found is not None:
+            node.args = found[0]
+            program.set_submodule(str(node.target), found[1])
+    drop_unread(program.graph, program)
+    for node in program.graph.nodes:
+        product = submodule_of(program, node)
+        if type(product) is not Product or product.grid is None:
+            continue
+        product = copy.copy(product)
+        program.set_submodule(str(node.target), product)
+        written: Tensor | None = None
+        reader = next(iter(node.users))
+        table = submodule_of(program, reader)
+        if type(table) is Table and len(node.users) == 1:
+            written = table.codes.detach()
+            reader.replace_all_uses_with(node)
+            program.graph.erase_node(reader)
+        readers: list[Any] = [submodule_of(program, user) for user in node.users]
+        if all(type(each) is Product and not each.multiplies_integers() for each in readers):
+            product.centered = written is None
+            written = None if written is None else written.float() - readers[0].source.grid.zero
+        product.table = written
+    program.delete_all_unused_submodules()
+    program.recompile()
+    return program
+
+
+def _gated(program: fx.GraphModule, node: fx.Node) -> tuple[tuple[fx.Node], Table] | None:
+    """The codes that a quantizer of x * table(x) reads, and its result for each of the 256; None for another node."""
+    quantize, product = submodule_of(program, node), next(iter(node.all_input_nodes), None)
+    if type(quantize) is not Quantize or product is None or product.target not in (operator.mul, torch.mul):
+        return None
+    ends: Any = [(submodule_of(program, each), each) for each in product.all_input_nodes]
+    if len(ends) != 2 or product.kwargs or not all(type(module) is Dequantize for module, _ in ends):
+        return None
+    ends = [(module, each.args[0]) for module, each in ends]
+    for (plain, x), (tabled, y) in (ends, ends[::-1]):
+        table: Any = submodule_of(program, y)
+        if type(table) is Table and y.args == (x,):
+            values = all_values(plain.source) * all_values(tabled.source)[table.codes.long()]
+            return (x,), Table(quantize(values))
+    return None

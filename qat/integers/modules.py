@@ -1,0 +1,88 @@
+"""The parts of an integer program besides its products: what quantizes, dequantizes, adds, and looks up."""
+
+import torch
+from torch import Tensor, nn
+
+from qat.kernels import integers as kernels
+from qat.kernels.cpu.quantizers import NO_CLIP
+from qat.kernels.dispatch import plain_here
+from qat.kernels.formulas import pools as formulas
+from qat.kernels.integers import Numbers
+from qat.kernels.operators.pools import max_pool_codes
+
+
+class NotANumberError(ValueError):
+    """A value was NaN, which no code stands for."""
+
+
+class Quantize(nn.Module):
+    """clamp(round(x / step) + zero, low, high); raises NotANumberError."""
+
+    def __init__(self, to: Numbers) -> None:
+        super().__init__()
+        self.grid = to
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 codes of floats."""
+        codes, has_nan = kernels.quantize(x, self.grid)
+        if has_nan:
+            raise NotANumberError
+        return codes
+
+
+class Dequantize(nn.Module):
+    """(codes - zero) * step."""
+
+    def __init__(self, source: Numbers) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Floats of uint8 codes."""
+        return kernels.dequantize(codes, self.source)
+
+
+class AsGiven(nn.Module):
+    """A tensor in the memory format of the model's input."""
+
+    def forward(self, x: Tensor, given: object) -> Tensor:
+        """x, contiguous unless `given` is a tensor that is not."""
+        return x if isinstance(given, Tensor) and not given.is_contiguous() else x.contiguous()
+
+
+class Sum(nn.Module):
+    """The codes of clamp(a + b, *clip) for two tensors of codes."""
+
+    def __init__(self, sources: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP) -> None:
+        super().__init__()
+        self.sources, self.grid, self.clip = sources, to, clip
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """uint8 codes of uint8 codes."""
+        return kernels.add(a, b, self.sources, self.grid, self.clip)
+
+
+class Table(nn.Module):
+    """A function of one value, from one grid to another, as 256 bytes."""
+
+    def __init__(self, codes: Tensor) -> None:
+        super().__init__()
+        self.codes = nn.Buffer(codes)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """uint8 codes of uint8 codes."""
+        return kernels.look_up(codes, self.codes)
+
+
+class MaxPool(nn.Module):
+    """The largest code of every window; `window`: see `qat.integers.movement.Window.packed`."""
+
+    def __init__(self, window: list[int]) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """uint8 codes of uint8 codes, (N, C, H, W)."""
+        dense = codes.is_contiguous() or codes.is_contiguous(memory_format=torch.channels_last)
+        pool = formulas.max_pool_codes if plain_here() else max_pool_codes
+        return pool(codes if dense else codes.contiguous(), self.window)[0]

@@ -1,0 +1,119 @@
+"""`Product`: a convolution or linear layer on codes. Its sums are exact; bias, clip and grid follow in one pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.kernels.cpu import onednn
+from qat.kernels.cpu.quantizers import NO_CLIP
+from qat.kernels.dispatch import uses_formulas
+from qat.kernels.formulas.products import integer_sums
+from qat.kernels.geometry import LINEAR, MOST_INPUTS, Geometry
+from qat.kernels.integers import Numbers, dequantize, requantize
+from qat.layers import IntegerWeight, QuantFunction, QuantLayer
+from qat.layers.function import CONVOLUTIONS
+
+EXACT = 2**24
+"""Up to here float32 holds every integer."""
+
+
+def geometry_of(layer: Any) -> Geometry | None:
+    """The geometry of a layer; None if it is no convolution or linear layer, or not padded with a number of zeros."""
+    if isinstance(layer, QuantFunction):
+        axes = CONVOLUTIONS.index(layer.function) + 1 if layer.function in CONVOLUTIONS else 0
+        return Geometry.of(axes, **layer.options) if axes else LINEAR
+    if isinstance(layer, nn.Linear):
+        return LINEAR
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or layer.padding_mode != "zeros":
+        return None
+    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups)
+
+
+class Sums:
+    """How a product's integers are summed on this machine, prepared at the first call; copies begin without."""
+
+    run: Callable[[Tensor], Tensor] | None = None
+
+    def __reduce__(self) -> tuple[type["Sums"], tuple[()]]:
+        return Sums, ()
+
+
+class Product(nn.Module):
+    """From codes to the codes of clamp((sum((x - zero) * weight) + bias) * scale, *clip), or to these floats.
+
+    Args:
+        layer: whose operation it is.
+        geometry: of the layer.
+        integers: weight and bias.
+        source: the grid of the input.
+        clip: floor and ceiling behind the layer.
+        to: the grid of the output.
+    """
+
+    def __init__(
+        self, layer: QuantLayer, geometry: Geometry, integers: IntegerWeight, source: Numbers,
+        clip: tuple[float, float] = NO_CLIP, to: Numbers | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.geometry, self.source, self.clip, self.grid = geometry, source, clip, to
+        self.weight = nn.Buffer(layer.torch_layout(integers.codes.detach()).to(torch.int8).contiguous())
+        self.bias = nn.Buffer(integers.bias_codes.detach().float().contiguous())
+        self.scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
+        self.exact, self.sums = False, Sums()  # `exact`: in torch's operations, by `exact_sums`
+        self.table: Tensor | None = None
+        self.centered = False
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Codes on the grid `to`, or floats if it is None; see `requantize` for `table` and `centered`."""
+        sums = self.exact_sums(codes) if self.exact else self._fast_sums(codes)
+        axis = sums.dim() + 1 - self.weight.dim()  # images may lack a batch
+        return requantize(sums, self.bias, self.scale, axis, self.clip, self.grid, self.table, self.centered)
+
+    def multiplies_integers(self) -> bool:
+        """Whether oneDNN's integer kernels take this product on this machine."""
+        few_axes = len(self.geometry.stride) in (0, 2) and self.weight[0].numel() <= MOST_INPUTS
+        return few_axes and self.geometry.is_exact(self.weight.shape) and not onednn.is_emulated()
+
+    def exact_sums(self, codes: Tensor) -> Tensor:
+        """sum((x - zero) * weight): on CUDA of int8 in int32, where the sizes and a trial allow it, else in float64."""
+        zero, sums = self.source.grid.zero, None
+        if uses_formulas(codes) and not torch.compiler.is_compiling():
+            sums = integer_sums(codes, zero, self.weight, self.geometry)
+        return self.geometry.multiply(codes.double() - zero, self.weight.double(), None) if sums is None else sums
+
+    def _fast_sums(self, codes: Tensor) -> Tensor:
+        self.sums.run = self.sums.run or self._fastest()
+        return self.sums.run(codes)
+
+    def _fastest(self) -> Callable[[Tensor], Tensor]:
+        """The fastest exact sums on this machine."""
+        zero, geometry = self.source.grid.zero, self.geometry
+        if self.weight.is_cpu and self.multiplies_integers():
+            images = geometry if geometry.stride else ()
+            packed = onednn.PackedWeight(self.weight, int(zero), *images)
+            if not images:
+                return packed.sums
+            return lambda codes: packed.sums(_nearest(codes)) if codes.dim() == 4 else packed.sums(codes[None])[0]
+        _, zero, low, high = self.source.grid
+        most = max(zero - low, high - zero) * int(self.weight.flatten(1).abs().sum(1, dtype=torch.int32).max())
+        # Adding exact parts rounds to float32 once, as an int32 sum is rounded.
+        parts = int(most // EXACT) + 1 if geometry.groups == 1 else 1
+        pieces = [_nearest(piece) for piece in self.weight.float().tensor_split(parts, 1)]
+        channels = -len(geometry.stride) - 1
+
+        def run(codes: Tensor) -> Tensor:
+            x = codes if codes.is_floating_point() else dequantize(_nearest(codes), self.source, step=False)
+            if parts == 1:
+                return geometry.multiply(x, pieces[0], None)
+            split = zip(x.tensor_split(parts, channels), pieces, strict=True)
+            first, *others = (geometry.multiply(each, piece, None) for each, piece in split)
+            return sum(others, start=first)
+
+        return run
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """Without gaps, images with channels innermost, as oneDNN takes them and `requantize` wants them."""
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)

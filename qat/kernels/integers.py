@@ -1,0 +1,160 @@
+"""Evaluation on integers: what stands between uint8 codes, in C where it is built, else in torch's operations.
+
+Each function computes in float32, in the order of operations in which layers evaluate: the codes are the same in both.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at
+from qat.kernels.cpu.compiler import library
+from qat.kernels.cpu.quantizers import NO_CLIP, compiled, threads_for
+from qat.kernels.cpu.structures import Extent, Grid, LearnedGrid, Operand, Rescaling
+from qat.kernels.dispatch import plain_here
+
+NO_GRID = Grid(1.0, 0.0, 0.0, 0.0)
+
+
+class CodeGrid(NamedTuple):
+    """The grid of uint8 codes: value = (code - zero) * step, with low <= code <= high; all are float32 numbers."""
+
+    step: float
+    zero: float
+    low: float
+    high: float
+
+
+class Numbers:
+    """The numbers of a `CodeGrid` where the C kernels can read them."""
+
+    def __init__(self, grid: CodeGrid) -> None:
+        self.grid = grid
+        self.qparams = torch.tensor(grid[:2], dtype=torch.float32)
+        self.shift = torch.tensor([1.0, grid.zero])
+        self.scale, self.zero = self.qparams[:1].clone(), self.qparams[1:].clone()
+        self.learned = LearnedGrid(
+            numbers_at("scale", self.scale, 1), numbers_at("scale", self.scale, 1), numbers_at("zero", self.zero, 1),
+            grid.low, grid.high, 0.0, 1.0, 0,
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[type["Numbers"], tuple[CodeGrid]]:
+        return Numbers, (self.grid,)
+
+
+def _in_c(x: Tensor) -> bool:
+    return x.is_cpu and x.numel() > 0 and not plain_here() and library() is not None
+
+
+def quantize(x: Tensor, numbers: Numbers) -> tuple[Tensor, bool]:
+    """clamp(round(x / step) + zero, low, high), halves to even, and whether a value was NaN, which no code stands for.
+
+    A graph that is compiled does not look for NaN. The codes have the strides of x if it is dense.
+    """
+    if _in_c(x) and x.dtype is torch.float32:
+        x = x if is_dense(x) else x.contiguous()
+        codes, qparams = torch.empty_like(x, dtype=torch.uint8), (ctypes.c_float * 2)()
+        compiled().quantize_codes(
+            elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), numbers.learned,
+            qparams, threads_for(x.numel()),
+        )  # fmt: skip
+        return codes, qparams[0] != qparams[0]
+    v = torch.round(x.float() / numbers.grid.step) + numbers.grid.zero
+    return _bytes(v, numbers.grid), not torch.compiler.is_compiling() and bool(v.isnan().any())
+
+
+def dequantize(codes: Tensor, numbers: Numbers, step: bool = True) -> Tensor:
+    """(codes - zero) * step in float32; without `step`, the integers codes - zero."""
+    if _in_c(codes):
+        codes = codes if is_dense(codes) else codes.contiguous()
+        y = torch.empty_like(codes, dtype=torch.float32)
+        qparams = numbers.qparams if step else numbers.shift
+        compiled().dequantize(
+            elements_at("codes", codes, codes, torch.uint8), elements_at("values", y, codes), y.numel(),
+            numbers_at("step and zero", qparams, 2), threads_for(y.numel()),
+        )  # fmt: skip
+        return y
+    shifted = codes.float() - numbers.grid.zero
+    return shifted * numbers.grid.step if step else shifted
+
+
+def requantize(
+    sums: Tensor, bias: Tensor, scale: Tensor, axis: int, clip: tuple[float, float] = NO_CLIP,
+    to: Numbers | None = None, table: Tensor | None = None, centered: bool = False,
+) -> Tensor:  # fmt: skip
+    """The codes on the grid `to` of clamp((sums + bias) * scale, *clip), or these floats without it.
+
+    Args:
+        sums: float32 or float64 integers.
+        bias, scale: float32, one for each channel, which lie on `axis` of sums.
+        axis: 1, or the last.
+        clip: floor and ceiling.
+        to: the grid of the result.
+        table: 256 bytes or floats, of which those at the codes are the result instead.
+        centered: code - zero is the result instead, in float32.
+    """
+    if _in_c(sums) and sums.dtype is torch.float32 and (rows := _channels_innermost(sums, axis)) is not None:
+        kind = table.dtype if table is not None else torch.float32 if to is None or centered else torch.uint8
+        result = torch.empty_like(rows, dtype=kind)
+        channels, out = bias.numel(), elements_at("result", result, rows, kind)
+        compiled().requantize(
+            elements_at("sums", rows, rows), out if kind is torch.uint8 else None, None if kind is torch.uint8 else out,
+            None if table is None else numbers_at("table", table, 256, kind),
+            Extent(rows.numel() // channels, channels, 1),
+            Rescaling(numbers_at("bias", bias, channels), numbers_at("scale", scale, channels), *clip),
+            NO_GRID if to is None else Grid(*to.grid), threads_for(rows.numel()),
+        )  # fmt: skip
+        return result
+    shape = [-1, *[1] * (sums.dim() - 1 - axis % sums.dim())]
+    y = ((sums.float() + bias.view(shape)) * scale.view(shape)).clamp(*clip)
+    if to is None:
+        return y
+    codes = _bytes(torch.round(y / to.grid.step) + to.grid.zero, to.grid)
+    if table is not None:
+        return table[codes.int()]
+    return codes.float() - to.grid.zero if centered else codes
+
+
+def add(
+    a: Tensor, b: Tensor, numbers: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP
+) -> Tensor:
+    """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on the grids of `numbers`."""
+    if _in_c(a) and a.shape == b.shape and is_dense(a) and a.stride() == b.stride():
+        codes, unused = torch.empty_like(a), (ctypes.c_float * 2)()
+        operands = [
+            Operand(elements_at("an operand", x, a, torch.uint8), numbers_at("step and zero", n.qparams, 2))
+            for x, n in zip((a, b), numbers, strict=True)
+        ]
+        compiled().add_quantize(
+            *operands, elements_at("codes", codes, a, torch.uint8), a.numel(), to.learned, *clip, unused,
+            threads_for(a.numel()),
+        )  # fmt: skip
+        return codes
+    y = (dequantize(a, numbers[0]) + dequantize(b, numbers[1])).clamp(*clip)
+    return quantize(y, to)[0]
+
+
+def look_up(codes: Tensor, table: Tensor) -> Tensor:
+    """table[codes], for a table of 256 bytes."""
+    if _in_c(codes):
+        codes = codes if is_dense(codes) else codes.contiguous()
+        out = torch.empty_like(codes)
+        compiled().look_up(
+            elements_at("codes", codes, codes, torch.uint8), elements_at("out", out, codes, torch.uint8), codes.numel(),
+            numbers_at("table", table, 256, torch.uint8), threads_for(codes.numel()),
+        )  # fmt: skip
+        return out
+    return table[codes.int()]
+
+
+def _bytes(v: Tensor, grid: CodeGrid) -> Tensor:
+    return v.clamp(grid.low, grid.high).to(torch.uint8)
+
+
+def _channels_innermost(x: Tensor, axis: int) -> Tensor | None:
+    """x with the channels of this axis next to each other in memory; None if it has to be copied for that."""
+    if axis % x.dim() == x.dim() - 1:
+        return x if x.is_contiguous() else None
+    return x if x.dim() == 4 and axis == 1 and x.is_contiguous(memory_format=torch.channels_last) else None

@@ -1,0 +1,221 @@
+"""AdaRound, BRECQ and QDrop: each weight rounded up or down so that a layer, or a block, answers as the float one.
+
+All three minimise, over the rounding of the weights of one layer or block at a time,
+
+    channels * mean((f(x) - float f(x'))^2) / mean(float f(x')^2) + rounding_weight * sum(1 - |2 * h - 1|^beta)
+
+with x the input as the grids before it make it, x' the input of the float model, and h of `SoftRounding`. The papers
+have no denominator; with it a layer whose outputs are small, for want of a BatchNorm, learns as others do. The penalty
+is left out of the first fifth of the steps; beta then falls from 20 to 2 as a half cosine. At the end the weights
+themselves lie on the chosen levels: nothing else of the model changes, and training goes on from there.
+"""
+
+import math
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from qat.inputs import Batch
+from qat.layers import QuantLayer
+from qat.post_training.rounding import SoftRounding
+from qat.post_training.stretches import Stretch, stretches
+from qat.quantizer import Quantizer
+from qat.switches import switched
+from qat.text import some
+from qat.torch_internals import pytree
+
+WARM_UP, BETAS = 0.2, (20.0, 2.0)
+"""The share of the steps without penalty, and beta's first and last value: those of the papers' code."""
+
+NOT_OWN = "since no graph calls them, once, with a weight of their own"
+
+
+@dataclass(frozen=True)
+class AdaRound:
+    """Round the weights of each layer so that its output is that of the float layer.
+
+    Args:
+        iterations: steps of Adam for each layer or block; the papers take 10,000 to 20,000.
+        lr: Adam's rate for v, from which h follows.
+        rounding_weight: of the penalty that draws h to 0 or 1.
+        batch_size: images in a step.
+        drop: the probability with which an element of an activation stays as it is in float, drawn in each step.
+        scale_lr: Adam's rate for the scales of the activations between layers; 0: they stay.
+        seed: of all that is drawn.
+
+    Cost: about `iterations` training steps of the model on `batch_size` images. Memory: the activations between two
+    layers, for all images, twice.
+
+    Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", arXiv:2004.10568. The layer's
+    output is compared before its activation.
+
+    >>> import qat
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), qat.QuantRecipe({"bits": 3}))
+    >>> qat.calibrate(model, torch.randn(64, 8), steps=[AdaRound(iterations=50)])
+    """
+
+    iterations: int = 500
+    lr: float = 0.01
+    rounding_weight: float = 0.01
+    batch_size: int = 32
+    drop: float = 0.0
+    scale_lr: float = 0.0
+    seed: int = 0
+
+    before_ranges: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if self.iterations < 1 or self.batch_size < 1:
+            raise ValueError(f"{kind}: iterations and batch_size must be at least 1, got {self}")
+        if not (self.lr > 0 and self.rounding_weight > 0 and self.scale_lr >= 0 and 0 <= self.drop <= 1):
+            raise ValueError(
+                f"{kind}: lr and rounding_weight must be above 0, scale_lr at least 0, drop from 0 to 1, got {self}"
+            )
+
+    def run(self, model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> str:
+        """Round the weights of a calibrated model; return what was done, in a sentence."""
+        changed, weights, done = 0, 0, set[nn.Module]()
+        generator = torch.Generator().manual_seed(self.seed)
+        for stretch in stretches(model, original, batches, self.batch_size):
+            for unit in self._units(stretch):
+                layers = unit.layers()
+                done.update(layers.values())
+                soft = {f"{name}.weight": SoftRounding(layer) for name, layer in layers.items()
+                        if SoftRounding.refusal(layer.weight_quantizer) is None}  # fmt: skip
+                if soft:
+                    self._fit(unit, soft, generator)
+                    changed += sum(each.write() for each in soft.values())
+                    weights += sum(each.v.numel() for each in soft.values())
+        share = f"{100 * changed / max(weights, 1):.1f} % of {weights:,} weights are not rounded to the nearest level"
+        return f"{share}{_left_out(model, done)}"
+
+    def _units(self, stretch: Stretch) -> Iterable[Stretch]:
+        return (each for _, each in stretch.one_by_one())
+
+    def _fit(self, unit: Stretch, soft: dict[str, SoftRounding], generator: torch.Generator) -> None:
+        """Let h, and the scales of activations if they learn too, follow the gradient of the loss."""
+        module, targets = unit.module(), unit.targets()
+        if not _floating(targets):
+            return  # classes have no gradient
+        power = max(_power(targets), torch.finfo(torch.float32).tiny)
+        scales = [each for each in module.modules() if isinstance(each, Quantizer) and each.role == "activation"]
+        learned = [each for scale in scales for each in scale.parameters() if self.scale_lr and each.requires_grad]
+        groups = [([each.v for each in soft.values()], self.lr), (learned, self.scale_lr)]
+        optimizer = torch.optim.Adam([{"params": params, "lr": lr} for params, lr in groups if params])
+        parameters = [each for params, _ in groups for each in params]
+        inside = [each.layer[0].weight_quantizer for each in soft.values()]
+        with ExitStack() as undo, torch.enable_grad():
+            undo.enter_context(switched(inside, True))
+            for scale in scales if self.drop else ():
+                undo.enter_context(scale.register_forward_hook(partial(_mixed, self.drop, generator)))
+            for step in range(self.iterations):
+                chosen = int(torch.randint(len(targets), (), generator=generator))
+                values = self._dropped(unit.on_grids[chosen], unit.in_float[chosen], generator)
+                answer = functional_call(module, {name: each() for name, each in soft.items()}, values)
+                loss = _distance(answer, targets[chosen]) / power
+                if (beta := _beta(step / self.iterations)) is not None:
+                    loss = loss + self.rounding_weight * sum(each.penalty(beta) for each in soft.values())
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)  # the model's own get none
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+        optimizer.zero_grad()
+
+    def _dropped(self, on_grids: tuple[Any, ...], floats: tuple[Any, ...], generator: torch.Generator) -> Any:
+        """The inputs of a step: quantized ones, with some of their elements as they are in float."""
+        if not self.drop:
+            return on_grids
+        return pytree.tree_map(lambda y, x: _mix(self.drop, generator, x, y), on_grids, floats)
+
+
+@dataclass(frozen=True)
+class BRECQ(AdaRound):
+    """Round the weights of a block together, so that the block's output is that of the float block.
+
+    A block is the smallest stretch of the graph that begins and ends with one tensor: a residual block, or one layer of
+    a chain. `AdaRound` has the arguments and the cost.
+
+    Source: Li et al., "BRECQ: Pushing the Limit of Post-Training Quantization by Block Reconstruction",
+    arXiv:2102.05426. Errors of all outputs count alike, as in the authors' code, and not by the Fisher information.
+
+    >>> BRECQ().drop
+    0.0
+    """
+
+    def _units(self, stretch: Stretch) -> Iterable[Stretch]:
+        return [stretch]
+
+
+@dataclass(frozen=True)
+class QDrop(BRECQ):
+    """BRECQ with half of the activations in float in each step, drawn at random, and scales that learn.
+
+    It is for activations of few bits: the rounding of weights then holds for what the calibration images do not show.
+    `AdaRound` has the arguments and the cost.
+
+    Source: Wei et al., "QDrop: Randomly Dropping Quantization for Extremely Low-bit Post-Training Quantization",
+    arXiv:2203.05740.
+
+    >>> QDrop(iterations=500).drop
+    0.5
+    """
+
+    drop: float = 0.5
+    scale_lr: float = 4e-5
+
+
+def _distance(answers: Any, targets: Any) -> Tensor:
+    """channels * mean((y - t)^2), the sum of all outputs; channels are axis 1 of images, else the last."""
+    total = torch.zeros(())
+    for y, t in zip(_floating(answers), _floating(targets), strict=True):
+        total = total.to(y.device) + (y - t).square().mean() * y.shape[1 if y.dim() > 3 else -1]
+    return total
+
+
+def _power(targets: list[Any]) -> float:
+    """mean(t^2) of all targets."""
+    found = _floating(targets)
+    return sum(float(t.double().square().sum()) for t in found) / max(sum(t.numel() for t in found), 1)
+
+
+def _floating(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _beta(progress: float) -> float | None:
+    """The exponent of the penalty; None while there is no penalty."""
+    if progress < WARM_UP:
+        return None
+    first, last = BETAS
+    return last + 0.5 * (first - last) * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
+
+
+def _mix(drop: float, generator: torch.Generator, x: Any, y: Any) -> Any:
+    """y, with a random share of its elements from x."""
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        return y
+    return torch.where(torch.rand(y.shape, generator=generator).to(y.device) < drop, x, y)
+
+
+def _mixed(drop: float, generator: torch.Generator, _: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+    """A hook of a quantizer: some of the elements pass in float."""
+    mixed: Tensor = _mix(drop, generator, args[0], y)
+    return mixed
+
+
+def _left_out(model: nn.Module, done: set[nn.Module]) -> str:
+    """Which quantized weights keep rounding to nearest, and why; "" if none do."""
+    reasons: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLayer):
+            found = SoftRounding.refusal(module.weight_quantizer) if module in done else NOT_OWN
+            if found:
+                reasons.setdefault(found, []).append(name)
+    return "".join(f"; rounded to nearest, {reason}: {some(names)}" for reason, names in reasons.items())

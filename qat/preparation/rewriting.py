@@ -1,0 +1,67 @@
+"""The traced graph as a target's operators have it: activations apart, and none written into its operand."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qat.preparation.operations import NONLINEAR, operation_of
+from qat.recipe import ScopedRecipe
+from qat.targets import TargetProfile
+from qat.tracing.in_place import Memory, written_by
+from qat.tracing.nodes import FACTS, scope_of, submodule_of
+
+
+def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
+    """Take apart what the target computes in two operators, in place: x * sigmoid(x), whose sigmoid gets a grid.
+
+    A target with float arithmetic keeps the function whole for fewer than 8 bits, on which a sigmoid is coarse.
+
+    Where the target has no float arithmetic, the operand of every activation needs a grid too: one that is written over
+    it, and whose write nothing else sees, becomes one that is not.
+    """
+    profile, memory = recipe.profile, Memory(graph_module, graph_module.graph)
+    splits = profile.quantizes_outputs or recipe.activation.bits >= 8
+    for node in list(graph_module.graph.nodes):
+        operation = operation_of(node, graph_module, NONLINEAR)
+        if operation is None or (written_by(node, graph_module) is not None and not memory.is_unseen(node)):
+            continue
+        module: Any = submodule_of(graph_module, node)
+        if operation == "silu" and operation in profile.split_operations and splits:
+            _split(node, node.args[0] if node.args else node.kwargs["input"])
+        elif not profile.quantizes_outputs:
+            continue
+        elif getattr(module, "inplace", False):
+            module.inplace = False
+        elif node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+
+
+def fixed_grid(node: fx.Node, graph_module: fx.GraphModule, profile: TargetProfile) -> tuple[float, int] | None:
+    """Scale and zero point that the target's kernels give the result of an operation; None if any will do."""
+    operation = operation_of(node, graph_module, NONLINEAR)
+    return None if operation is None else profile.fixed_grids.get(operation)
+
+
+def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None) -> None:
+    """Let a quantizer keep to a grid for good, whatever the data are; None leaves it as it is."""
+    quantizer: Any = graph_module.get_submodule(name)
+    if grid is not None:
+        low, high = ((bound - grid[1]) * grid[0] for bound in quantizer.bounds())
+        quantizer.set_range(torch.tensor(low), torch.tensor(high))
+        quantizer.is_fixed = True
+        quantizer.freeze()
+
+
+def _split(node: fx.Node, x: Any) -> None:
+    """silu(x) as x * sigmoid(x)."""
+    scope = str(node.target) if node.op == "call_module" else scope_of(node)
+    with node.graph.inserting_before(node):
+        sigmoid = node.graph.call_function(torch.sigmoid, (x,))
+        product = node.graph.call_function(operator.mul, (x, sigmoid))
+    for made in (sigmoid, product):
+        made.meta = {"nn_module_stack": {"": (scope, nn.Module)}}
+        made.meta |= {key: value for key, value in node.meta.items() if key == FACTS}
+    node.replace_all_uses_with(product)
+    node.graph.erase_node(node)

@@ -1,0 +1,117 @@
+"""`allocate` and `layer_losses`: the best of all choices within budgets, and what a layer alone loses."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qat
+
+CHOICES = (2, 4, 8)
+
+
+def brute_force(losses: Any, costs: Any, budgets: dict[str, float]) -> float:
+    """The least sum of losses of all choices within the budgets."""
+    fitting = (
+        sum(losses[layer][bits] for layer, bits in zip(losses, chosen, strict=True))
+        for chosen in itertools.product(CHOICES, repeat=len(losses))
+        if all(
+            sum(costs[kind][layer][bits] for layer, bits in zip(losses, chosen, strict=True)) <= most
+            for kind, most in budgets.items()
+        )
+    )
+    return min(fitting)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_the_best_of_all_choices(seed: int) -> None:
+    drawn = random.Random(seed)
+    names = [f"layer{i}" for i in range(7)]
+    unit = 10.0 ** drawn.randint(-9, 3)  # a loss may be of any size
+    losses = {name: {bits: unit * drawn.random() ** 3 / bits for bits in CHOICES} for name in names}
+    sizes = {name: drawn.randint(1, 500) for name in names}
+    costs = {
+        "bytes": {name: {bits: sizes[name] * bits for bits in CHOICES} for name in names},
+        "ms": {name: {bits: drawn.random() * bits for bits in CHOICES} for name in names},
+    }
+    budgets = {"bytes": 4.0 * sum(sizes.values()), "ms": 0.6 * sum(row[8] for row in costs["ms"].values())}
+    found = qat.allocate(losses, costs, budgets)
+    assert list(found) == names
+    assert all(
+        sum(costs[kind][name][found[name]] for name in names) <= most * (1 + 1e-6) for kind, most in budgets.items()
+    )
+    assert sum(losses[name][found[name]] for name in names) == pytest.approx(brute_force(losses, costs, budgets))
+
+
+def test_without_a_budget_it_is_the_least_loss_of_each() -> None:
+    assert qat.allocate({"a": {4: 1.0, 8: 2.0}, "b": {4: 1.0, 8: 0.0}}, {}, {}) == {"a": 4, "b": 8}
+
+
+def test_budgets_that_cannot_be_kept_are_sentences() -> None:
+    losses, costs = {"a": {4: 1.0, 8: 0.0}}, {"bytes": {"a": {4: 50.0, 8: 100.0}}}
+    with pytest.raises(ValueError, match=r"^allocate: the cheapest choices take 50 bytes, and the budget is 40$"):
+        qat.allocate(losses, costs, {"bytes": 40})
+    with pytest.raises(ValueError, match=r"^allocate: a budget of 'ms', and costs of 'bytes'$"):
+        qat.allocate(losses, costs, {"ms": 40})
+
+
+def test_a_budget_of_0_is_kept_and_budgets_that_exclude_each_other_are_a_sentence() -> None:
+    assert qat.allocate({"a": {8: 0.0, 4: 1.0}}, {"k": {"a": {8: 0.5, 4: 0.0}}}, {"k": 0}) == {"a": 4}
+    costs = {"b": {"a": {2: 1.0, 8: 4.0}}, "ms": {"a": {2: 4.0, 8: 1.0}}}
+    with pytest.raises(ValueError, match=r"^allocate: no choice keeps all budgets at once$"):
+        qat.allocate({"a": {2: 1.0, 8: 0.0}}, costs, {"b": 1, "ms": 1})
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
+
+
+def calibrated(float_model: nn.Module, x: torch.Tensor, bits: dict[str, int]) -> nn.Module:
+    overrides = {name: {"weight": {"bits": each}, "activation": {"bits": each}} for name, each in bits.items()}
+    model = qat.prepare(float_model, qat.QuantRecipe(overrides=overrides, residual_bits=8), x[:2])
+    qat.calibrate(model, [x])
+    return model
+
+
+def test_a_loss_is_the_divergence_of_the_answers_with_one_layer_quantized() -> None:
+    float_model, x = net().eval(), torch.randn(32, 3, 8, 8)
+    names = ["0", "2", "5"]
+    model = calibrated(float_model, x, dict.fromkeys(names, 3)).train()
+    losses = qat.layer_losses(model, x.split(8))
+    assert list(losses) == names and model.training
+    for name, loss in losses.items():
+        others = [other for other in names if other != name]
+        with qat.disable_fake_quant(model, others), torch.no_grad():
+            answers = torch.log_softmax(model.eval()(x).double(), 1)
+        expected = torch.log_softmax(float_model(x).detach().double(), 1)
+        assert loss == pytest.approx(float((expected.exp() * (expected - answers)).sum(1).mean()), rel=1e-6)
+
+
+def test_the_bits_of_a_small_net_are_the_best_of_all_by_its_own_losses() -> None:
+    float_model, x = net().eval(), torch.randn(64, 3, 8, 8)
+    names = ["0", "2", "5"]
+    models = {bits: calibrated(float_model, x, dict.fromkeys(names, bits)) for bits in CHOICES}
+    found = {bits: qat.layer_losses(model, [x]) for bits, model in models.items()}
+    rows = {bits: {row.name: row for row in qat.cost(model, x[:1])} for bits, model in models.items()}
+    losses = {name: {bits: found[bits][name] for bits in CHOICES} for name in names}
+    sizes = {name: {bits: float(rows[bits][name].weight_bytes) for bits in CHOICES} for name in names}
+    budget = {"bytes": sum(row[4] + row[8] for row in sizes.values()) / 2}
+    chosen = qat.allocate(losses, {"bytes": sizes}, budget)
+    assert sum(losses[name][chosen[name]] for name in names) == pytest.approx(
+        brute_force(losses, {"bytes": sizes}, budget)
+    )
+    assert len({*chosen.values()}) > 1
+    mixed, uniform = (
+        (calibrated(float_model, x, bits).eval()(x) - float_model(x)).detach().square().mean()
+        for bits in (chosen, dict.fromkeys(names, 4))
+    )
+    assert mixed < uniform
+
+
+def test_a_model_without_quantizers_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^layer_losses: the model has no quantizer in use; call qat\.prepare first$"):
+        qat.layer_losses(net(), torch.randn(2, 3, 8, 8))

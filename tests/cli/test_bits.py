@@ -1,0 +1,94 @@
+"""`python -m qat bits`: the bits that it finds, the config that it writes, and what it refuses."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qat.training.config.file import load_config
+from tests.runs.finished_runs import OWN, TINY_MODEL, in_place
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a calibrated run of a model of one's own."""
+    place = tmp_path_factory.mktemp("bits")
+    (place / "own.yaml").write_text(OWN)
+    (place / "tinymodels.py").write_text(TINY_MODEL)
+    sizes = ("data.limit_train=1000", "data.limit_val=300", "float.epochs=6", "float.lr=0.2", "qat.epochs=0")
+    off = ("qat.ema_decay=null", "qat.bn_reestimate=auto", "export.onnx=false", "quantization.residual_bits=8")
+    assert in_place(place, "--config", "own.yaml", *sizes, "run_dir=run", *off) == 0
+    return place
+
+
+@pytest.fixture
+def bits(calibrated: Path, verb: Verb) -> Callable[..., Any]:
+    return lambda *given: verb("bits", "run", "--model", "tinymodels:tiny", *given, place=calibrated)
+
+
+def test_the_config_has_the_bits_of_the_budget_and_trains(bits: Callable[..., Any], calibrated: Path) -> None:
+    status, out, err = bits("--choices", "2,4,8", "--size", "4")
+    assert status == 0, err
+    rows = dict(re.findall(r"^([05]) +(\d) ", out, re.MULTILINE))
+    config = load_config(str(calibrated / "run" / "bits.yaml"))
+    found = {name: each.weight.bits for name, each in config.quantization.overrides.items()}
+    assert found == {name: int(each) for name, each in rows.items()} and set(found) == {"0", "5"}
+    assert 216 * found["0"] + 320 * found["5"] <= 4 * (216 + 320)
+    where = [f"run_dir={calibrated / 'trained'}", "qat.epochs=1"]
+    assert in_place(calibrated, "--config", str(calibrated / "run" / "bits.yaml"), *where) == 0
+    layers = (calibrated / "trained" / "layers.txt").read_text()
+    assert f"int{found['0']}" in layers and f"int{found['5']}" in layers
+
+
+def test_the_smallest_size_within_a_drop(bits: Callable[..., Any]) -> None:
+    status, out, err = bits("--choices", "2,4,8", "--drop", "3")
+    assert status == 0, err
+    below = float(re.search(r"calibrated, before training: (-?[\d.]+) points", out)[1])  # type: ignore[index]
+    assert below <= 3
+    assert "as found" in out
+
+
+def test_a_drop_that_no_choice_keeps_is_said_with_status_1(bits: Callable[..., Any]) -> None:
+    status, out, _ = bits("--choices", "2", "--drop", "0.1")
+    assert status == 1 and "no choice of these bits is at most 0.1 points below float" in out
+
+
+def test_milliseconds_of_a_runtime_are_a_budget_too(bits: Callable[..., Any], calibrated: Path) -> None:
+    table = {"0": {4: 1.0, 8: 5.0}, "5": {4: 1.0, 8: 1.5}}
+    (calibrated / "ms.yaml").write_text(yaml.safe_dump(table))
+    status, out, err = bits("--choices", "4,8", "--latency", "ms.yaml", "3")
+    assert status == 0, err
+    assert re.search(r"^0 +4 ", out, re.MULTILINE) and re.search(r"^5 +8 ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "bits: no budget; give --size 4, --bops 4, --latency FILE MS or --drop 0.5"),
+        (["--size", "1"], "allocate: the cheapest choices take 134 bytes, and the budget is 67"),
+        (["--latency", "few.yaml", "3"], "--latency: few.yaml: no milliseconds of '5' at 2 bits"),
+        (["--latency", "words.yaml", "3"], "--latency: words.yaml: no milliseconds of '0' at 2 bits"),
+        (["--choices", "4,8", "--latency", "ms4.yaml", "soon"], "--latency: could not convert string to float: 'soon'"),
+    ],
+)
+def test_what_it_refuses(bits: Callable[..., Any], calibrated: Path, given: list[str], said: str) -> None:
+    (calibrated / "few.yaml").write_text(yaml.safe_dump({"0": {2: 1.0, 3: 1.0, 4: 1.0, 8: 1.0}}))
+    (calibrated / "words.yaml").write_text("'0': {2: fast}")
+    (calibrated / "ms4.yaml").write_text(yaml.safe_dump({name: {4: 1.0, 8: 2.0} for name in "05"}))
+    status, _, err = bits(*given)
+    assert status == 2 and said in err, err
+
+
+def test_a_config_that_fixes_all_bits_is_a_sentence(calibrated: Path, verb: Verb) -> None:
+    fixed = calibrated / "fixed"
+    shutil.copytree(calibrated / "run", fixed)
+    text = (fixed / "config.yaml").read_text()
+    (fixed / "config.yaml").write_text(re.sub("(first|last)_bits: null", r"\1_bits: 8", text))
+    status, _, err = verb("bits", "fixed", "--model", "tinymodels:tiny", "--size", "4", place=calibrated)
+    assert status == 2 and "bits: the config fixes the bits of every layer" in err

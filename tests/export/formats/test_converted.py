@@ -1,0 +1,74 @@
+"""`convert`: modules of integers that compute what evaluation does."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import qat
+from tests.integers.test_evaluating import CASES, plainly, prepared
+
+
+@pytest.mark.parametrize("execution", ["onednn", "reference"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_integers_are_those_of_evaluation(case: str, execution: Any) -> None:
+    model, x = prepared(case)
+    converted = qat.convert(model, execution)
+    assert torch.equal(converted(x), plainly(model, x))
+    assert not any(isinstance(module, qat.Quantizer) for module in converted.modules())
+    large = [name for name, held in converted.state_dict().items() if held.is_floating_point() and held.dim() > 1]
+    assert not large
+
+
+LOADED = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+file, *programs = sys.argv[1:]
+x, found = load_file(file)["x"], {}
+for number, program in enumerate(programs):
+    if number == 2:
+        import torch.ao.quantization.fx._decomposed  # the operators of "export"
+    found[str(number)] = torch.export.load(program).module()(x)
+assert "qat" not in sys.modules
+save_file(found, file)
+"""
+
+
+def test_integers_are_saved_and_loaded_by_torch_alone(tmp_path: Path) -> None:
+    model, x = prepared("pools")
+    executions: list[Any] = [("reference", "float32"), ("reference", "fixed_point"), ("export", "float32")]
+    made = [qat.convert(model, *each) for each in executions]
+    files = [str(tmp_path / f"{number}.pt2") for number in range(len(made))]
+    for converted, file in zip(made, files, strict=True):
+        torch.export.save(torch.export.export(converted, (x,)), file)
+    ends = str(tmp_path / "ends.safetensors")
+    save_file({"x": x}, ends)
+    subprocess.run([sys.executable, "-c", LOADED, ends, *files], check=True)
+    found = load_file(ends)
+    for number, converted in enumerate(made):
+        assert torch.equal(found[str(number)], converted(x))
+    assert torch.equal(found["0"], plainly(model, x))
+    assert (found["2"] - plainly(model, x)).abs().max() < 0.05
+
+
+def test_integers_for_onednn_are_made_again_of_the_saved_model(tmp_path: Path) -> None:
+    model, x = prepared()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    float_model = CASES["residual"]()
+    float_model(x)  # sizes of lazy layers
+    again = qat.prepare(float_model.eval(), qat.QuantRecipe(), example_inputs=x)
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(qat.convert(again.eval())(x), qat.convert(model)(x))
+
+
+def test_what_cannot_be_converted_is_refused_in_a_sentence() -> None:
+    model, _ = prepared()
+    with pytest.raises(ValueError, match=r"execution must be one of onednn, reference, export, got 'fbgemm'$"):
+        qat.convert(model, "fbgemm")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^convert: expected a model from qat.prepare, got Linear without quantizers$"):
+        qat.convert(nn.Linear(2, 2))

@@ -1,0 +1,254 @@
+"""Evaluation as an integer program: the values of plain evaluation to the bit, and only while the model is the same."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
+
+import qat
+from qat.integers import modules
+from qat.integers.products import Product
+from qat.kernels import plain_formulas
+from qat.kernels.cpu import onednn
+from qat.kernels.cpu.compiler import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plainly without the C kernels")
+
+
+class Residual(nn.Module):
+    """A convolution with BatchNorm, and its input added."""
+
+    def __init__(self, groups: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)) + x)
+
+
+class Branches(nn.Module):
+    """Halves of the channels, joined and shuffled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=1)
+        y = torch.cat([a, torch.sigmoid(self.conv(b))], dim=1)
+        return y.view(x.size(0), 2, 4, 4, 4).transpose(1, 2).reshape(x.size(0), 8, 4, 4)
+
+
+def images(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), *layers, nn.Flatten(), nn.LazyLinear(5))
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "residual": lambda: images(nn.ReLU(), Residual(), Residual(groups=8), nn.AdaptiveAvgPool2d(1)),
+    "groups": lambda: images(nn.ReLU6(), Residual(groups=2)),
+    "curves": lambda: images(nn.Hardswish(), nn.Conv2d(8, 8, 1), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.GELU()),
+    "pools": lambda: images(nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1), nn.AvgPool2d(2)),
+    "branches": lambda: images(nn.ReLU(), Branches()),
+    "depth": lambda: images(nn.ReLU(), nn.Conv2d(8, 8, 1), StochasticDepth(0.5, "row"), nn.Dropout(inplace=True)),
+    "rows": lambda: nn.Sequential(nn.Flatten(2), nn.Linear(81, 16), nn.LayerNorm(16), nn.Linear(16, 4)),
+    "one axis": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)),
+}
+
+GRIDS = {
+    "8 bits": {},
+    "signed": {"activation": qat.QuantSpec(signed=True, symmetric=True)},
+    "few": {"activation": qat.QuantSpec(bits=3), "weight": qat.QuantSpec(bits=4, granularity="tensor")},
+}
+
+
+@pytest.fixture(params=["as it is", "no-vnni"])
+def either_processor(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param != "as it is":
+        monkeypatch.setenv("QAT_PROCESSOR", request.param)
+    onednn.are_exact.cache_clear()
+    yield
+    onednn.are_exact.cache_clear()
+
+
+def prepared(case: str = "residual", grids: str = "8 bits") -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 9, 9)
+    float_model = CASES[case]()
+    float_model(x)  # sizes of lazy layers, statistics
+    model = qat.prepare(float_model.eval(), qat.QuantRecipe(**GRIDS[grids]), example_inputs=x)  # type: ignore[arg-type]
+    qat.calibrate(model, [x])
+    return model.eval(), x
+
+
+def plainly(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad(), plain_formulas():
+        y: Tensor = model(x)
+    return y
+
+
+def program_of(model: Any) -> Any:
+    return model._engine_state.evaluator.program
+
+
+STEPS = {
+    "curves": ["Quantize", "Product", "Product", "Product", "Product"],
+    "branches": ["Quantize", "Product", "Product", "Table", "Table", "Product"],
+    "depth": ["Quantize", "Product", "Product", "Product"],
+}
+FLOATS = {"curves": [True, True, False], "branches": [False, False], "depth": [True, False]}
+"""Whether the products before the last hand floats on."""
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_program_stays_on_codes_from_end_to_end(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAT_PROCESSOR", "no-vnni")
+    model, x = prepared(case)
+    with torch.no_grad():
+        model(x)
+    called = [program_of(model).get_submodule(str(n.target)) for n in program_of(model).graph.nodes if "module" in n.op]
+    assert [type(each).__name__ for each in called if not isinstance(each, nn.Flatten)] == STEPS[case]
+    between = [each for each in called if isinstance(each, Product)][:-1]
+    tables = [each.table is not None and each.table.is_floating_point() for each in between]
+    assert [a.centered or b for a, b in zip(between, tables, strict=True)] == FLOATS[case]
+
+
+class Optional(nn.Module):
+    """An argument that may be left out stands before the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
+
+    def forward(self, unused: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        y: Tensor = self.last(torch.relu(self.conv(x)).mean((2, 3)))
+        return y
+
+
+def test_an_argument_that_is_left_out() -> None:
+    x = torch.randn(4, 3, 9, 9)
+    model: Any = qat.prepare(Optional().eval(), example_inputs={"x": x})
+    qat.calibrate(model, [{"x": x}])
+    with torch.no_grad(), plain_formulas():
+        expected = model.eval()(x=x)
+    with torch.no_grad():
+        assert torch.equal(model(x=x), expected)
+    assert program_of(model) is not None
+
+
+@pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d(1), nn.GroupNorm(4, 16)], ids=["average", "norm"])
+def test_averages_on_ties_are_those_of_the_model(pool: nn.Module) -> None:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    float_model = nn.Sequential(*convolutions, pool, nn.Conv2d(16, 16, 1), nn.Flatten(), nn.LazyLinear(5)).eval()
+    x = torch.randn(200, 3, 8, 8)
+    float_model(x[:2])
+    model = qat.prepare(float_model, qat.QuantRecipe(target="litert"), example_inputs=x[:2])
+    qat.calibrate(model, [x[:64]])
+    for given in (x, x.contiguous(memory_format=torch.channels_last)):
+        expected = plainly(model.eval(), given)
+        with torch.no_grad():
+            assert torch.equal(model(given), expected)
+            assert torch.equal(qat.convert(model, "reference")(given), expected)
+
+
+def test_a_model_that_evaluates_plainly_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = prepared()
+    model.get_submodule("0").register_forward_hook(lambda *_: None)
+    with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
+        model(x)
+        model(x)
+    assert [each.message for each in caplog.records if "operation by operation" in each.message] == [
+        "evaluation runs operation by operation: '0' is in training mode, has a hook, or a method of it was replaced"
+    ]
+
+
+class DropPath(nn.Module):
+    """Not what its name says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_a_class_that_is_named_as_a_dropout_is_not_taken_for_one() -> None:
+    x = torch.randn(4, 3, 9, 9)
+    model = qat.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), DropPath(), nn.Conv2d(8, 8, 1)).eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    expected = plainly(model.eval(), x)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+        assert torch.equal(qat.convert(model)(x), expected)
+
+
+@pytest.mark.usefixtures("either_processor")
+@pytest.mark.parametrize("grids", GRIDS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_values_are_those_of_plain_evaluation(case: str, grids: str) -> None:
+    model, x = prepared(case, grids)
+    for batch in (x, x[:1], x.contiguous(memory_format=torch.channels_last), 100 * torch.randn(2, 3, 9, 9)):
+        expected = plainly(model, batch)
+        with torch.inference_mode():
+            found = model(batch)
+        assert torch.equal(found, expected)
+    assert program_of(model) is not None
+    floats = [node for node in program_of(model).graph.nodes if str(node.target).rpartition(".")[2] == "relu"]
+    assert not floats
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[0].weight.mul_(2),
+        lambda model: setattr(model[0].weight, "data", model[0].weight.data * 2),
+        lambda model: model.load_state_dict(
+            {k: v * 2 if k == "0.weight" else v for k, v in model.state_dict().items()}
+        ),
+        lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 2)),
+        lambda model: qat.disable_fake_quant(model),
+        lambda model: model[0].register_forward_hook(lambda module, args, y: y + 1),
+        lambda model: model[1].running_mean.add_(1),
+    ],
+    ids=["in place", "data", "state dict", "parameter", "switch", "hook", "statistics"],
+)
+def test_a_changed_model_answers_as_it_is_now(change: Callable[[Any], object]) -> None:
+    model, x = prepared()
+    with torch.no_grad():
+        before = model(x)
+        assert program_of(model) is not None
+        change(model)
+        after = model(x)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, plainly(model, x))
+
+
+def test_nan_in_gives_nan_out() -> None:
+    model, x = prepared()
+    x[0, 0, 0, 0] = torch.nan
+    with torch.no_grad():
+        found = model(x)
+    assert found[0].isnan().any()
+    assert torch.equal(found.isnan(), plainly(model, x).isnan())
+
+
+def test_a_program_that_computes_something_else_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = prepared()
+    kernel = modules.kernels.add
+    monkeypatch.setattr(modules.kernels, "add", lambda *given: kernel(*given).clamp(min=1))
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "qat"):
+        found = model(x)
+    assert torch.equal(found, plainly(model, x))
+    assert program_of(model) is None
+    assert "its integer program computed something else" in caplog.text
+
+
+def test_with_gradients_the_model_itself_runs() -> None:
+    model, x = prepared()
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None

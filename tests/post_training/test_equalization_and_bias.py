@@ -1,0 +1,193 @@
+"""Cross-layer equalization keeps the float model and evens ranges; bias correction gives channels their means back."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.post_training import BiasCorrection, CrossLayerEqualization
+from tests.post_training.test_reconstruction import Shares
+
+TENSOR = {"granularity": "tensor", "bits": 8}
+
+
+def chain(middle: nn.Module | None = None, norm: bool = True) -> nn.Sequential:
+    """Two pairs: a convolution and a depthwise one, that one and the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, bias=not norm), nn.BatchNorm2d(6) if norm else nn.Identity(), middle or nn.ReLU(),
+        nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(), nn.Dropout(), nn.Conv2d(6, 4, 1),
+    )  # fmt: skip
+    with torch.no_grad():
+        if norm:
+            model(images())
+            model[1].weight.copy_(torch.tensor([1.0, -0.5, 2.0, 0.1, 3.0, 1.0]))  # type: ignore[operator]
+            model[1].bias.normal_()  # type: ignore[operator]
+        factor = torch.logspace(-1, 1, 6)  # channels that one layer makes large, and the next small again
+        for scaled in (model[1] if norm else model[0]).parameters():
+            scaled *= factor.view(-1, *[1] * (scaled.dim() - 1))
+        model[3].weight /= factor.view(-1, 1, 1, 1)  # type: ignore[operator]
+    return model.eval()
+
+
+def images() -> Tensor:
+    return torch.randn(64, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+
+
+def calibrated(float_model: nn.Module, steps: list[Any], weight: dict[str, Any]) -> Any:
+    model = qat.prepare(float_model, qat.QuantRecipe(weight), images()[:2])
+    qat.calibrate(model, images(), steps=steps)
+    return model.eval()
+
+
+def in_float(model: nn.Module) -> Tensor:
+    with torch.no_grad(), qat.disable_fake_quant(model):
+        out: Tensor = model(images())
+    return out
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_float_model_stays_and_ranges_meet(norm: bool) -> None:
+    float_model = chain(norm=norm)
+    model = calibrated(float_model, [CrossLayerEqualization(rounds=50)], TENSOR)
+    torch.testing.assert_close(in_float(model), float_model(images()).detach(), rtol=1e-3, atol=1e-3)
+    first, second, last = (model.get_submodule(name) for name in ("0", "3", "6"))
+    gain = 1.0
+    if norm:
+        bn = model.get_submodule("1")
+        gain = (bn.weight * (bn.running_var + bn.eps).rsqrt()).abs()
+    r1 = first.weight.abs().amax((1, 2, 3)) * gain
+    r2, r3 = second.weight.abs().amax((1, 2, 3)), last.weight.abs().amax((0, 2, 3))
+    torch.testing.assert_close(r1, r2, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(r2, r3, rtol=1e-3, atol=1e-4)
+
+
+def test_it_saves_a_model_with_one_scale_for_a_weight() -> None:
+    float_model = chain()
+    expected = float_model(images()).detach()
+    without, with_it = (
+        (calibrated(float_model, steps, TENSOR)(images()) - expected).square().mean().item()
+        for steps in ([], [CrossLayerEqualization()])
+    )
+    assert with_it < 0.1 * without
+
+
+def test_an_activation_that_lets_no_factor_pass_keeps_a_pair_apart(caplog: pytest.LogCaptureFixture) -> None:
+    float_model = chain(nn.ReLU6())
+    with caplog.at_level(logging.INFO, "qat"):
+        model = calibrated(float_model, [CrossLayerEqualization()], TENSOR)
+    assert any("1 pairs of layers; 1 pairs have something between" in message for message in caplog.messages)
+    torch.testing.assert_close(in_float(model), float_model(images()).detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_layers_with_another_reader_between_them_are_no_pair() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.relu(self.first(x))
+            return y + self.second(y)
+
+    float_model = Sums().eval()
+    model = calibrated(float_model, [CrossLayerEqualization()], TENSOR)
+    assert torch.equal(model.first.weight, float_model.first.weight)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_means_of_channels_come_back(norm: bool) -> None:
+    float_model, x = chain(norm=norm), images()
+    few = {"bits": 3}
+    before, after = (calibrated(float_model, steps, few) for steps in ([], [BiasCorrection(batch_size=16)]))
+    expected = float_model(x).detach().mean((0, 2, 3))
+    with torch.no_grad():
+        errors = [(model(x).mean((0, 2, 3)) - expected).abs().max().item() for model in (before, after)]
+    assert errors[1] < 0.05 * errors[0]
+    if norm:
+        assert torch.equal(after.get_submodule("1").running_var, float_model[1].running_var)  # type: ignore[arg-type]
+
+
+def test_a_norm_without_gain_gets_its_mean_and_a_channel_with_gain_0_stays() -> None:
+    float_model = chain()
+    with torch.no_grad():
+        float_model[1].weight[2] = 0  # type: ignore[index, operator]
+    model = calibrated(float_model, [BiasCorrection()], {"bits": 3})
+    found, given = model.get_submodule("1").running_mean, float_model[1].running_mean
+    assert found[2] == given[2] and not torch.equal(found, given)  # type: ignore[index]
+
+
+def test_a_layer_without_anything_to_correct_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    with caplog.at_level(logging.INFO, "qat"):
+        calibrated(float_model, [BiasCorrection()], {"bits": 3})
+    assert any("1 layers; without a bias or running statistics of their own: 0 " in each for each in caplog.messages)
+
+
+def test_tokens_have_their_channels_last() -> None:
+    torch.manual_seed(0)
+    float_model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(16, 7, 8)
+    expected = float_model(x).detach().mean((0, 1))
+    errors = []
+    for steps in ([], [BiasCorrection()]):
+        model = qat.prepare(float_model, qat.QuantRecipe({"bits": 3}))
+        qat.calibrate(model, [x], steps=steps)
+        errors.append((model.eval()(x).detach().mean((0, 1)) - expected).abs().max().item())
+    assert errors[1] < 0.05 * errors[0]
+
+
+def test_layers_that_are_called_twice_or_share_a_weight_are_no_pair() -> None:
+    float_model, x = Shares().eval(), torch.randn(32, 8)
+    model = qat.prepare(float_model)
+    qat.calibrate(model, x, steps=[CrossLayerEqualization()])
+    with torch.no_grad(), qat.disable_fake_quant(model):
+        torch.testing.assert_close(model.eval()(x), float_model(x))
+
+
+def test_an_embedding_has_nothing_to_correct_and_what_reads_it_has() -> None:
+    float_model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 3))
+    model = qat.prepare(float_model, qat.QuantRecipe({"bits": 3}))
+    qat.calibrate(model, torch.arange(10), steps=[BiasCorrection()])
+    assert not torch.equal(model.get_submodule("1").bias, float_model[1].bias)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(8, 8), nn.Conv1d(8, 8, 1)),  # the channels of one are not those of the other
+        (nn.Conv1d(8, 8, 1), nn.Linear(8, 8)),
+        (nn.Conv1d(8, 8, 1), nn.Conv1d(8, 16, 3, groups=8, padding=1)),
+        (nn.Conv1d(8, 8, 1), nn.ConvTranspose1d(8, 8, 3, padding=1)),
+    ],
+)
+def test_the_float_model_stays_whatever_follows_whatever(layers: tuple[nn.Module, nn.Module]) -> None:
+    float_model, x = nn.Sequential(layers[0], nn.ReLU(), layers[1]).eval(), torch.randn(4, 8, 8)
+    model = qat.prepare(float_model, None, x)
+    qat.calibrate(model, x, steps=[CrossLayerEqualization()])
+    with torch.no_grad(), qat.disable_fake_quant(model):
+        torch.testing.assert_close(model.eval()(x), float_model(x))
+
+
+def test_a_frozen_range_keeps_its_layers_as_they_are() -> None:
+    float_model = chain(norm=False)
+    model = qat.prepare(float_model, qat.QuantRecipe(TENSOR), images()[:2])
+    qat.freeze_scales(model)
+    qat.calibrate(model, images(), steps=[CrossLayerEqualization()])
+    assert torch.equal(model.get_submodule("0").weight, float_model[0].weight)  # type: ignore[arg-type]
+
+
+def test_a_dead_channel_does_not_blow_up_its_bias() -> None:
+    float_model = chain(norm=False)
+    with torch.no_grad():
+        float_model[0].weight[2] *= 1e-12  # type: ignore[index, operator]
+    model = calibrated(float_model, [CrossLayerEqualization()], TENSOR)
+    assert model.get_submodule("0").bias.abs().max() < 100
+
+
+@pytest.mark.parametrize("make", [lambda: CrossLayerEqualization(rounds=0), lambda: BiasCorrection(batch_size=0)])
+def test_numbers_below_1_are_sentences(make: Any) -> None:
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        make()
