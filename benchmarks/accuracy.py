@@ -56,7 +56,8 @@ def command(name: str, row: Row, seed: int, given: argparse.Namespace) -> list[s
     if row.teacher:
         files.append(f"qat.distillation.teacher.checkpoint={given.teacher}")
     where = [f"run_dir={folder}", "resume=auto", f"seed={seed}"]
-    return [sys.executable, "train.py", "--config", f"configs/{row.config}.yaml", *where, *files, *row.overrides]
+    config = calibrated_run(row, given) / "bits.yaml" if row.size else f"configs/{row.config}.yaml"
+    return [sys.executable, "train.py", "--config", str(config), *where, *files, *row.overrides]
 
 
 def _data(row: Row, given: argparse.Namespace) -> Path:
@@ -88,6 +89,24 @@ def train_float(row: Row, given: argparse.Namespace) -> None:
     where = [f"run_dir={float_run(row, given)}", "resume=auto", f"data.root={_data(row, given)}"]
     started = ["train.py", "--config", f"configs/{row.config}.yaml", *where, "qat.epochs=0", "export.onnx=false"]
     subprocess.run([sys.executable, *started], cwd=ROOT, check=True)
+
+
+def calibrated_run(row: Row, given: argparse.Namespace) -> Path:
+    """The folder of a row's calibrated run, in which bits are chosen."""
+    return Path(given.runs) / f"{row.config}-calibrated"
+
+
+def choose_bits(row: Row, given: argparse.Namespace) -> None:
+    """Choose the bits of each layer at the size of the row; once for all seeds."""
+    folder, config = calibrated_run(row, given), f"configs/{row.config}.yaml"
+    if (folder / "bits.yaml").exists():
+        return
+    where = [f"run_dir={folder}", "resume=auto", f"data.root={given.data}", f"model.checkpoint={given.weights}"]
+    started = ["train.py", "--config", config, *where, "qat.epochs=0", "export.onnx=false"]
+    subprocess.run([sys.executable, *started], cwd=ROOT, check=True)
+    name = load_config(str(ROOT / config)).model.name
+    chosen = ["-m", "qat", "bits", str(folder), "--size", str(row.size), "--model", name]
+    subprocess.run([sys.executable, *chosen], cwd=ROOT, check=True)
 
 
 def float_model(row: Row) -> nn.Module:
@@ -142,8 +161,7 @@ def result_of(name: str, row: Row, seed: int, folder: Path) -> dict[str, Any]:
     floating.load_state_dict(load_file(folder / "float.safetensors"))
     truth, answers = np.load(str(config.root))["y_val"], predictions(model, config)
     found["difference"], found["standard_error"] = paired(answers, predictions(floating, config), truth)
-    if row.own_float:
-        found["right"] = base64.b64encode(np.packbits(answers == truth).tobytes()).decode()
+    found["right"] = base64.b64encode(np.packbits(answers == truth).tobytes()).decode()
     images = len(np.load(str(config.root))["y_train"])
     return found | {"train_loss": last_training_loss(folder, images // config.batch_size)}
 
@@ -153,6 +171,8 @@ def run(name: str, seed: int, given: argparse.Namespace) -> None:
     row = ROWS[name]
     if row.own_float:
         train_float(row, given)
+    if row.size:
+        choose_bits(row, given)
     started = command(name, row, seed, given)
     print(" ".join(started), flush=True)
     status = subprocess.run(started, cwd=ROOT, check=False).returncode

@@ -21,6 +21,7 @@ class Row:
             `--weights`.
         held_out: whether it chooses between recipes, and so is validated on training images that are held out.
         beside: the row that it is compared with, image by image.
+        size: the bits whose uniform size `python -m qat bits --size` may fill as it chooses, if it chooses.
     """
 
     config: str
@@ -32,10 +33,14 @@ class Row:
     own_float: bool = False
     held_out: bool = False
     beside: str = ""
+    size: int = 0
 
 
 PLAIN_RATES = {8: 0.001, 4: 0.01, 3: 0.02, 2: 0.04}
 """SGD's for plain LSQ: at 4 and 8 bits the paper's, below it raised with the step (0.01 leaves 2 bits behind)."""
+
+BRECQ = "quantization.calibration_steps=[{name: brecq}]"
+CHOSEN = "bits of each layer as `python -m qat bits` chooses them at the same size"
 
 
 def _rows() -> dict[str, Row]:
@@ -49,6 +54,9 @@ def _rows() -> dict[str, Row]:
         if bits < 8:
             low = (*plain, f"quantization.residual_bits={bits}")
             rows[f"{name}_low_residual"] = Row(name, bits, 6, "plain LSQ, residual stream at the same bits", low)
+            rows[f"{name}_brecq"] = Row(name, bits, 6, "our recipe, begun with BRECQ", (BRECQ,), beside=name)
+        if bits in (4, 3):
+            rows[f"{name}_bits"] = Row(name, bits, 6, f"our recipe, {CHOSEN}", beside=name, size=bits)
         if bits in (8, 4):
             rows[f"{name}_torch_ao"] = Row(TORCH_AO, bits, 6, "torch.ao, FX", ("--bits", str(bits), "--epochs", "6"))
         if bits < 8:

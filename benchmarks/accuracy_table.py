@@ -35,7 +35,7 @@ def accuracy_table(own_float: bool = False) -> str:
     for name, row in rows.items():
         own = [each for each in results if each["row"] == name]
         lines.append(f"| {' | '.join(_cells(row, own))} |")
-    return "\n".join([*lines, "", *_floats(results)]) + "\n"
+    return "\n".join([*lines, "", *_floats(results), *_gains(own_float)]) + "\n"
 
 
 def accuracy_in_short() -> str:
@@ -51,19 +51,23 @@ def accuracy_in_short() -> str:
     return "\n".join(lines) + "\n"
 
 
-def own_float_table() -> str:
-    """The networks that train in float first, and what each aid of their recipes gives."""
-    results = {name: [each for each in kept() if each["row"] == name] for name, row in ROWS.items() if row.own_float}
+def _gains(own_float: bool) -> list[str]:
+    """What rows have more than those beside them, image by image, on the seeds that both have."""
     gains = []
-    for name, own in results.items():
-        other = results.get(ROWS[name].beside, [])
-        if own and other and all("right" in each for each in own + other):
-            gain, error, seeds = gained(own, other)
-            against = ROWS[ROWS[name].beside].what.partition(", ")[2]
-            gains.append(f"| {ROWS[name].what} | {against} | {seeds} | {gain:+.2f} ± {error:.2f} |")
-    if gains:
-        gains = ["", "| row | beside | seeds | difference in points |", "|---|---|---:|---:|", *gains]
-    return accuracy_table(own_float=True) + "\n".join([*gains, ""])
+    for name, row in ROWS.items():
+        if row.own_float == own_float and row.beside:
+            own, other = (
+                [each for each in kept() if each["row"] == which and "right" in each] for which in (name, row.beside)
+            )
+            if {each["seed"] for each in own} & {each["seed"] for each in other}:
+                gain, error, seeds = gained(own, other)
+                against = ROWS[row.beside].what.removeprefix("MobileNetV2, ")
+                gains.append(f"| {row.bits} | {row.what} | {against} | {seeds} | {gain:+.2f} ± {error:.2f} |")
+    return (
+        ["", "| bits | row | beside | seeds | difference in points |", "|---:|---|---|---:|---:|", *gains]
+        if gains
+        else []
+    )
 
 
 def gained(rows: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, float, int]:

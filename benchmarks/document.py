@@ -9,9 +9,10 @@ import json
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
-from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, own_float_table, with_result
+from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, with_result
 from benchmarks.accuracy_table import rules_table as trained_rules_table
 from benchmarks.config_table import config_table, configs_table
 from benchmarks.default_rule import rule_table
@@ -50,7 +51,7 @@ DOCUMENTS = (
 FROM_CODE = {
     "accuracy": accuracy_table,
     "accuracy_in_short": accuracy_in_short,
-    "accuracy_own_float": own_float_table,
+    "accuracy_own_float": partial(accuracy_table, own_float=True),
     "default_rules": trained_rules_table,
     "config": config_table,
     "configs": configs_table,

@@ -34,7 +34,7 @@ from qat.training.model.weights import load_float_weights
 
 RESULTS = Path(__file__).resolve().parent / "results" / "post_training.jsonl"
 
-GRIDS = {"w4a8": (4, 8), "w4a4": (4, 4), "w3a3": (3, 3)}
+GRIDS = {"w4a8": (4, 8), "w4a4": (4, 4), "w3a3": (3, 3), "w2a2": (2, 2)}
 """Bits of weights and activations."""
 
 
@@ -130,7 +130,7 @@ def worth_table() -> str:
         "| bits | calibration alone | best post-training step | QAT, 6 epochs with labels |",
         "|---|---:|---:|---:|",
     ]
-    for bits, grid in ((4, "w4a4"), (3, "w3a3"), (2, None)):
+    for bits, grid in ((4, "w4a4"), (3, "w3a3"), (2, "w2a2")):
         rows = [each for each in trained() if each["row"] == f"resnet20_cifar10_w{bits}a{bits}"]
         minutes = max(each["seconds"] for each in rows) / 60  # the others were resumed
         after = f"{np.mean([each['qat'] for each in rows]):.1f} %, {minutes:.0f} min"
@@ -142,7 +142,7 @@ def worth_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _means(grid: str | None) -> dict[str, tuple[float, float]]:
+def _means(grid: str) -> dict[str, tuple[float, float]]:
     """Accuracy and seconds of each step at these bits, over the seeds."""
     found: dict[str, list[dict[str, Any]]] = {}
     for each in kept():

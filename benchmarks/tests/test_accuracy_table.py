@@ -30,7 +30,7 @@ def test_a_row_is_the_mean_of_its_seeds(results: list[dict]) -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     spread = "89.5 % (89.0 to 90.0)"
     assert cells[3:] == ["2", "10.0 % (10.0 to 10.0)", spread, spread, "99.9 % (99.9 to 99.9)", "-2.0 ± 1.0", "0.250"]
-    others, rules = accuracy_table.own_float_table(), accuracy_table.rules_table()
+    others, rules = accuracy_table.accuracy_table(own_float=True), accuracy_table.rules_table()
     assert sum(each.count("not run") for each in (table, others, rules)) == len(ROWS) - 1
     assert "MobileNetV2" in others and "| dsq | not run | not run | not run |" in rules
     assert "Float: 91.5 % as published." in table and "a CPU; last measured 2026-01-01 at abc" in table
