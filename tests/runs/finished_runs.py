@@ -1,6 +1,10 @@
 """Two small runs of `train.py`: of a torchvision model on image files, and of a model of one's own on the digits."""
 
+import contextlib
+import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -59,21 +63,36 @@ def in_place(place: Path, *arguments: str) -> int:
             sys.modules.pop("tinymodels", None)
 
 
+def _copy_of(name: str, write: Callable[[Path], None], factory: pytest.TempPathFactory) -> Path:
+    """A copy of a folder with a finished run of `NAME.yaml`, which is trained once for all processes of the tests."""
+    ours = factory.getbasetemp()
+    shared = (ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours) / f"finished-{name}"
+    if not shared.exists():
+        place = factory.mktemp(name)
+        write(place)
+        assert in_place(place, "--config", f"{name}.yaml") == 0
+        with contextlib.suppress(OSError):  # the other process was first
+            place.rename(shared)
+    return shutil.copytree(shared, factory.mktemp(name) / name)
+
+
 @pytest.fixture(scope="package", name="pets")
 def pets_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pets.yaml, images/ and the run runs/pets."""
-    place = tmp_path_factory.mktemp("pets")
-    (place / "pets.yaml").write_text(PETS)
-    write_images(place / "images")
-    assert in_place(place, "--config", "pets.yaml") == 0
-    return place
+
+    def write(place: Path) -> None:
+        (place / "pets.yaml").write_text(PETS)
+        write_images(place / "images")
+
+    return _copy_of("pets", write, tmp_path_factory)
 
 
 @pytest.fixture(scope="package", name="own")
 def own_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with own.yaml, tinymodels.py and the run runs/own: averaged weights, statistics estimated anew."""
-    place = tmp_path_factory.mktemp("own")
-    (place / "own.yaml").write_text(OWN)
-    (place / "tinymodels.py").write_text(TINY_MODEL)
-    assert in_place(place, "--config", "own.yaml") == 0
-    return place
+
+    def write(place: Path) -> None:
+        (place / "own.yaml").write_text(OWN)
+        (place / "tinymodels.py").write_text(TINY_MODEL)
+
+    return _copy_of("own", write, tmp_path_factory)
