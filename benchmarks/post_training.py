@@ -1,11 +1,13 @@
-"""What post-training steps make of few bits without training: ResNet-20 from its published float weights.
+"""What post-training steps make of few bits without training: ResNet-20 from its published float weights, MobileNetV2.
 
     python -m benchmarks.post_training --data CIFAR10.npz --weights RESNET20.safetensors [--rows NAME ...] [--seeds 0 1]
-    python -m benchmarks.document         # docs/measurements.md's table from what is kept
+    python -m benchmarks.post_training ... --mobilenet RUNS/mobilenet_v2_cifar10_w4a4-float/float.safetensors
+    python -m benchmarks.document         # docs/worth_it.md's tables from what is kept
 
-The grids are those of configs/resnet20_cifar10_w4a4.yaml, and the images its 8 calibration batches, 1,024 training
-images without labels. Results go to benchmarks/results/post_training.jsonl, one line a row and seed; the seed draws the
-images and what a step draws. What is there already is not run again.
+The grids are those of the config but for the bits, and the images its 8 calibration batches, 1,024 training images
+without labels. MobileNetV2's float weights are those that `python -m benchmarks.accuracy` trains. Results go to
+benchmarks/results/post_training.jsonl, one line a row and seed; the seed draws the images and what a step draws. What
+is there already is not run again.
 """
 
 import argparse
@@ -34,8 +36,12 @@ from qat.training.model.weights import load_float_weights
 
 RESULTS = Path(__file__).resolve().parent / "results" / "post_training.jsonl"
 
-GRIDS = {"w4a8": (4, 8), "w4a4": (4, 4), "w3a3": (3, 3), "w2a2": (2, 2)}
-"""Bits of weights and activations."""
+RESNET, MOBILENET = "resnet20_cifar10_w4a4", "mobilenet_v2_cifar10_w4a4"
+GRIDS = {
+    "W4A8": (RESNET, 4, 8), "W4A4": (RESNET, 4, 4), "W3A3": (RESNET, 3, 3), "W2A2": (RESNET, 2, 2),
+    "MobileNetV2 W4A8": (MOBILENET, 4, 8), "MobileNetV2 W4A4": (MOBILENET, 4, 4),
+}  # fmt: skip
+"""The config, and bits of weights and activations."""
 
 
 def steps_of(seed: int) -> dict[str, list[Step]]:
@@ -62,10 +68,9 @@ def kept() -> list[dict[str, Any]]:
 def run(name: str, seed: int, data: Path, weights: Path) -> dict[str, Any]:
     """One line of the results."""
     grid, what = ROWS[name]
-    bits = [
-        f"quantization.{tensor}.bits={each}" for tensor, each in zip(("weight", "activation"), GRIDS[grid], strict=True)
-    ]
-    config = load_config(str(ROOT / "configs" / "resnet20_cifar10_w4a4.yaml"), [*bits, f"data.root={data}"])
+    file, weight, activation = GRIDS[grid]
+    bits = [f"quantization.weight.bits={weight}", f"quantization.activation.bits={activation}"]
+    config = load_config(str(ROOT / "configs" / f"{file}.yaml"), [*bits, f"data.root={data}"])
     found = load_data(config.data, seed, torch.device("cpu"), channels_last=False)
     float_model = build_model(config.model, 10, with_weights=False)
     load_float_weights(float_model, weights, config.model.name)
@@ -112,13 +117,15 @@ def post_training_table() -> str:
     results = kept()
     for name, (grid, what) in ROWS.items():
         own, plain = ([each for each in results if each["row"] == row] for row in (name, f"{grid}: calibration alone"))
-        lines.append(f"| {grid.upper()} | {what} | {' | '.join(_cells(own, plain))} |")
+        lines.append(f"| {grid} | {what} | {' | '.join(_cells(own, plain))} |")
     if results:
         last = results[-1]
         where = (
             f"{last['machine']['processor']}, {last['machine']['threads']} thread, torch {last['versions']['torch']}"
         )
-        lines += ["", f"Float: {last['float']:.1f} %. {where}, {last['date']}."]
+        floats = {GRIDS[ROWS[each["row"]][0]][0]: each["float"] for each in results}
+        said = ", ".join(f"{value:.1f} % ({file.rpartition('_cifar10')[0]})" for file, value in floats.items())
+        lines += ["", f"Float: {said}. {where}, {last['date']}."]
     return "\n".join(lines) + "\n"
 
 
@@ -130,7 +137,7 @@ def worth_table() -> str:
         "| bits | calibration alone | best post-training step | QAT, 6 epochs with labels |",
         "|---|---:|---:|---:|",
     ]
-    for bits, grid in ((4, "w4a4"), (3, "w3a3"), (2, "w2a2")):
+    for bits, grid in ((4, "W4A4"), (3, "W3A3"), (2, "W2A2")):
         rows = [each for each in trained() if each["row"] == f"resnet20_cifar10_w{bits}a{bits}"]
         minutes = max(each["seconds"] for each in rows) / 60  # the others were resumed
         after = f"{np.mean([each['qat'] for each in rows]):.1f} %, {minutes:.0f} min"
@@ -172,15 +179,18 @@ def _cells(own: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, help="ResNet-20's")
+    parser.add_argument("--mobilenet", type=Path, help="MobileNetV2's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="NAME")
     given = parser.parse_args()
+    weights = {RESNET: given.weights, MOBILENET: given.mobilenet}
     done = {(each["row"], each["seed"]) for each in kept()}
     for seed in given.seeds:
         for name in given.rows:
-            if (name, seed) not in done:
-                found = run(name, seed, given.data, given.weights)
+            file = weights[GRIDS[ROWS[name][0]][0]]
+            if file is not None and (name, seed) not in done:
+                found = run(name, seed, given.data, file)
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(found) + "\n")
                 print({key: found[key] for key in ("row", "seed", "top1", "onnx", "agreement", "seconds")}, flush=True)
