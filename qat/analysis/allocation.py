@@ -1,5 +1,6 @@
 """`allocate`: bits of each layer such that the predicted loss is least within a budget, by an exact solver."""
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
@@ -20,15 +21,16 @@ def allocate(
     losses of layers add up is an assumption of the method: measure what comes out.
 
     Args:
-        losses: of each layer (or group of layers), for each choice, such as its bits: `qat.layer_losses`.
-        costs: tables like it, by kind: bytes and bit operations of `qat.cost`, milliseconds of a runtime.
+        losses: of each layer (or group of layers), for each choice, such as its bits: `qat.layer_losses`; finite.
+        costs: tables like it, by kind: bytes and bit operations of `qat.cost`, milliseconds of a runtime; at least 0.
         budgets: the most of each kind that is allowed.
 
     Returns:
         The choice of each layer, in the order of losses.
 
     Raises:
-        ValueError: if a budget is of a kind without costs, or no choice keeps the budgets.
+        ValueError: if a number is missing or out of its range, a budget is of a kind without costs, or no choice keeps
+            the budgets.
         ImportError: without SciPy.
 
     Source: bit-widths by integer programming, Yao et al., "HAWQ-V3", arXiv:2011.10680; the loss is measured here, and
@@ -41,7 +43,12 @@ def allocate(
     """
     if unknown := next((kind for kind in budgets if kind not in costs), None):
         raise ValueError(f"allocate: a budget of {unknown!r}, and costs of {', '.join(map(repr, costs)) or 'nothing'}")
+    _check(losses, -math.inf, "the loss")
     for kind, most in budgets.items():
+        _check({layer: {choice: costs[kind].get(layer, {}).get(choice, math.nan) for choice in given}
+                for layer, given in losses.items()}, 0, f"what {kind!r} has")  # fmt: skip
+        if not 0 <= most < math.inf:
+            raise ValueError(f"allocate: the budget of {kind} must be a number from 0, got {most}")
         least = sum(min(costs[kind][layer][choice] for choice in given) for layer, given in losses.items())
         if least > most:
             raise ValueError(f"allocate: the cheapest choices take {least:g} {kind}, and the budget is {most:g}")
@@ -53,6 +60,17 @@ def allocate(
         [(row, 1 + 1e-9 if most else 0.0) for row, most in zip(rows, budgets.values(), strict=True)],
     )
     return {layer: choice for (layer, choice), taken in zip(pairs, chosen, strict=True) if taken}
+
+
+def _check(numbers: Table[Choice], least: float, what: str) -> None:
+    """That there are layers with choices, and a number for each."""
+    if not numbers or not all(numbers.values()):
+        raise ValueError("allocate: every layer needs choices, and there must be a layer")
+    for layer, given in numbers.items():
+        for choice, value in given.items():
+            if not (math.isfinite(value) and value >= least):
+                above = "" if least == -math.inf else f" from {least}"
+                raise ValueError(f"allocate: {what} of {layer!r} at {choice!r} must be a number{above}, got {value}")
 
 
 def _solved(losses: list[float], layers: list[list[float]], limits: list[tuple[list[float], float]]) -> list[bool]:

@@ -84,7 +84,7 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
         The loss of each layer, in nats, in the order in which they run; `qat.allocate` takes those of several widths.
 
     Raises:
-        ValueError: if no quantizer is in use, or a batch does not fit.
+        ValueError: if no quantizer is in use, there is no batch or one does not fit, or the outputs have no classes.
 
     >>> import qat
     >>> recipe = qat.QuantRecipe(overrides={"1": {"weight": {"bits": 2}}})
@@ -99,6 +99,8 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
     every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
     if not every:
         raise ValueError("layer_losses: the model has no quantizer in use; call qat.prepare first")
+    if not given:
+        raise ValueError("layer_losses: there is no batch")
     losses = {}
     with evaluating(model), torch.no_grad(), plain_formulas():
         with switched(every, True):
@@ -115,7 +117,11 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
 
 def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
     """The logarithms of the classes' probabilities, in double precision: small losses are differences of these."""
-    return torch.log_softmax(run_batch("layer_losses", model, inputs).double(), 1)
+    logits = run_batch("layer_losses", model, inputs)
+    if not isinstance(logits, Tensor) or logits.dim() < 2 or logits.shape[1] < 2:
+        given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"layer_losses: it compares the classes of outputs (N, classes, ...); the model gives {given}")
+    return torch.log_softmax(logits.double(), 1)
 
 
 def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:

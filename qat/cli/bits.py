@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import yaml
@@ -18,12 +19,11 @@ from torch import nn
 
 import qat
 from qat.analysis.cost import LayerCost
-from qat.cli.runs import Run, add_overrides, add_run, counts, in_torch, open_run
+from qat.cli.runs import Run, add_overrides, add_run, counts, in_torch, number, open_run
 from qat.export.onnxruntime.profiling import layer_milliseconds
 from qat.text import first_line, table
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import OverrideConfig, QuantizationConfig
-from qat.training.config.stages import SpecConfig
 from qat.training.data.loaders import Data
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.files import write_text
@@ -37,6 +37,8 @@ FILE = "bits.yaml"
 MEASURED, TIMES = "onnxruntime", "milliseconds.yaml"
 """The --latency that is measured, and the file of the run folder where the table is left."""
 
+Given = TypeVar("Given", QuantizationConfig, OverrideConfig)
+
 Bits = dict[str, int]
 """Bits of weight and input of each layer that the config leaves open."""
 
@@ -46,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--choices", type=counts, default=[2, 3, 4, 8], metavar="B,B", help="default: 2,3,4,8")
-    parser.add_argument("--size", type=float, metavar="B", help="weights of at most their size at B bits each")
-    parser.add_argument("--bops", type=float, metavar="B", help="bit operations of at most those of B by B bits")
+    parser.add_argument("--size", type=number, metavar="B", help="weights of at most their size at B bits each")
+    parser.add_argument("--bops", type=number, metavar="B", help="bit operations of at most those of B by B bits")
     latency = f"at most MS milliseconds; {MEASURED}: as measured here, or a YAML file, layer: {{bits: milliseconds}}"
     parser.add_argument("--latency", nargs=2, metavar=("FILE", "MS"), help=latency)
     drop = "the smallest size whose calibrated top-1 is at most so many points below float"
-    parser.add_argument("--drop", type=float, metavar="POINTS", help=drop)
+    parser.add_argument("--drop", type=number, metavar="POINTS", help=drop)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -60,7 +62,8 @@ def run(given: argparse.Namespace) -> int:
         raise UserError("bits: no budget; give --size 4, --bops 4, --latency FILE MS or --drop 0.5")
     opened = open_run(given.run_path, given.model)
     folder = opened.folder
-    search = Search(opened, opened.data(given.overrides), sorted(given.choices))
+    config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
+    search = Search(opened, opened.data(given.overrides), config.quantization, sorted(given.choices))
     budgets = search.budgets(given)
     with value_errors_reported():
         found = search.within(budgets) if given.drop is None else search.smallest(given.drop, budgets)
@@ -69,7 +72,6 @@ def run(given: argparse.Namespace) -> int:
     if given.drop is not None and search.below_float(found) > given.drop:
         print(f"no choice of these bits is at most {given.drop:g} points below float; give more bits, or train")
         return 1
-    config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
     start = config.model.model_copy(update={"checkpoint": str((folder / FLOAT_WEIGHTS).resolve()), "weights": None})
     changed = {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0}),
                "name": f"{config.name}-bits", "run_dir": None, "resume": "never"}  # fmt: skip
@@ -84,13 +86,14 @@ class Search:
 
     opened: Run
     data: Data
+    grids: QuantizationConfig
     choices: list[int]
 
     @cached_property
     def tables(self) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, LayerCost]]]:
         """The losses and the costs of each open layer, for each choice."""
         losses, costs = dict[int, dict[str, float]](), dict[int, dict[str, LayerCost]]()
-        batches = list(self.data.calibration(self.opened.config.quantization.calibration_batches))
+        batches = list(self.data.calibration(self.grids.calibration_batches))
         for bits in progress_bar(self.choices, "bits"):
             model = self.opened.calibrated(self.data, self._uniform(bits))
             losses[bits] = qat.layer_losses(model, batches)
@@ -149,10 +152,9 @@ class Search:
             read = yaml.safe_load(file.read_text())
         except yaml.YAMLError as error:
             raise UserError(f"--latency: {file}: {first_line(error)}") from error
-        rows = read if isinstance(read, dict) else {}
+        rows = {str(name): row for name, row in read.items()} if isinstance(read, dict) else {}
         for name in self.tables[0]:
-            row = rows.get(name)
-            row = row if isinstance(row, dict) else {}
+            row = rows[name] if isinstance(rows.get(name), dict) else {}
             missing = [bits for bits in self.choices if not isinstance(row.get(bits), (int, float))]
             if missing:
                 raise UserError(f"--latency: {file}: no milliseconds of {name!r} at {missing[0]} bits")
@@ -204,27 +206,27 @@ class Search:
 
     def quantization(self, found: Bits) -> QuantizationConfig:
         """The run's grids with these bits."""
-        given = self.opened.config.quantization
-        overrides = {
-            name: OverrideConfig(weight=self._weight(bits), activation=SpecConfig(bits=bits))
-            for name, bits in found.items()
-        }
-        return given.model_copy(update={"overrides": {**given.overrides, **overrides}})
+        own = self.grids.overrides
+        chosen = {name: self._with_bits(own.get(name, OverrideConfig()), bits) for name, bits in found.items()}
+        # They come last, since later keys win.
+        kept = {key: each for key, each in own.items() if key not in chosen}
+        return self.grids.model_copy(update={"overrides": {**kept, **chosen}})
 
     def _uniform(self, bits: int) -> QuantizationConfig:
-        given = self.opened.config.quantization
-        change = {"weight": self._weight(bits), "activation": SpecConfig(bits=bits)}
-        grids = {
-            tensor: getattr(given, tensor).model_copy(update=spec.model_dump(exclude_none=True))
-            for tensor, spec in change.items()
-        }
         # Steps would round the weights that the losses are measured against.
-        return given.model_copy(update={**grids, "calibration_steps": ()})
+        return self._with_bits(self.grids, bits).model_copy(update={"calibration_steps": ()})
 
-    def _weight(self, bits: int) -> SpecConfig:
-        """The lowest level of 8 bits does not fit int8 once a negative gamma is folded into it."""
-        whole = bits >= 8 and self.opened.config.quantization.weight.narrow_range is False
-        return SpecConfig(bits=bits, narrow_range=True) if whole else SpecConfig(bits=bits)
+    def _with_bits(self, given: Given, bits: int) -> Given:
+        """Grids, or an override, with these bits and all else."""
+        weight, activation = {"bits": bits}, {"bits": bits}
+        if bits >= 8 and self.grids.weight.narrow_range is False:
+            # The lowest level of 8 bits does not fit int8 once a negative gamma is folded into it.
+            weight = {"bits": bits, "narrow_range": True}
+        changed = {
+            "weight": given.weight.model_copy(update=weight),
+            "activation": given.activation.model_copy(update=activation),
+        }
+        return given.model_copy(update=changed)
 
     def described(self, found: Bits) -> list[str]:
         """The layers with their bits and losses, and the whole beside all layers at one number of bits."""

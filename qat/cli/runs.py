@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import warnings
@@ -75,6 +76,13 @@ def count(text: str) -> int:
 def counts(text: str) -> list[int]:
     """For `type=`: whole numbers above 0, with commas."""
     return list(dict.fromkeys(count(number) for number in text.split(",")))
+
+
+def number(text: str) -> float:
+    """For `type=`: a number that is not nan or inf."""
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number")
+    return value
 
 
 def check_folder_of(option: str, path: Path) -> None:

@@ -1,7 +1,9 @@
 """`allocate` and `layer_losses`: the best of all choices within budgets, and what a layer alone loses."""
 
 import itertools
+import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +67,23 @@ def test_a_budget_of_0_is_kept_and_budgets_that_exclude_each_other_are_a_sentenc
         qat.allocate({"a": {2: 1.0, 8: 0.0}}, costs, {"b": 1, "ms": 1})
 
 
+@pytest.mark.parametrize(
+    ("losses", "costs", "budget", "said"),
+    [
+        ({"a": {4: 1.0, 8: math.nan}}, {"a": {4: 1, 8: 2}}, 2, "the loss of 'a' at 8 must be a number, got nan"),
+        ({"a": {4: 1.0}}, {"a": {4: -1.0}}, 2, "what 'k' has of 'a' at 4 must be a number from 0, got -1.0"),
+        ({"a": {4: 1.0, 8: 0.0}}, {"a": {4: 1.0}}, 2, "what 'k' has of 'a' at 8 must be a number from 0, got nan"),
+        ({"a": {4: 1.0}}, {"a": {4: 1.0}}, math.nan, "the budget of k must be a number from 0, got nan"),
+        ({"a": {4: 1.0}}, {"a": {4: 1.0}}, -1, "the budget of k must be a number from 0, got -1"),
+        ({"a": {}}, {}, 1, "every layer needs choices, and there must be a layer"),
+        ({}, {}, 1, "every layer needs choices, and there must be a layer"),
+    ],
+)
+def test_what_is_no_number_is_a_sentence(losses: Any, costs: Any, budget: float, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^allocate: {re.escape(said)}$"):
+        qat.allocate(losses, {"k": costs}, {"k": budget})
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
@@ -115,3 +134,12 @@ def test_the_bits_of_a_small_net_are_the_best_of_all_by_its_own_losses() -> None
 def test_a_model_without_quantizers_is_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"^layer_losses: the model has no quantizer in use; call qat\.prepare first$"):
         qat.layer_losses(net(), torch.randn(2, 3, 8, 8))
+
+
+def test_a_model_without_classes_and_no_batch_are_sentences() -> None:
+    x = torch.randn(4, 3)
+    model = calibrated(nn.Sequential(nn.Linear(3, 1)).eval(), x, {"0": 4})
+    with pytest.raises(ValueError, match=r"^layer_losses: it compares .* the model gives \(4, 1\)$"):
+        qat.layer_losses(model, x)
+    with pytest.raises(ValueError, match=r"^layer_losses: there is no batch$"):
+        qat.layer_losses(model, [])

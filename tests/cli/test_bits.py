@@ -60,8 +60,7 @@ def test_a_drop_that_no_choice_keeps_is_said_with_status_1(bits: Callable[..., A
 
 
 def test_milliseconds_of_a_runtime_are_a_budget_too(bits: Callable[..., Any], calibrated: Path) -> None:
-    table = {"0": {4: 1.0, 8: 5.0}, "5": {4: 1.0, 8: 1.5}}
-    (calibrated / "ms.yaml").write_text(yaml.safe_dump(table))
+    (calibrated / "ms.yaml").write_text("{0: {4: 1.0, 8: 5.0}, '5': {4: 1.0, 8: 1.5}}")  # YAML reads 0 as a number
     status, out, err = bits("--choices", "4,8", "--latency", "ms.yaml", "3")
     assert status == 0, err
     assert re.search(r"^0 +4 ", out, re.MULTILINE) and re.search(r"^5 +8 ", out, re.MULTILINE)
@@ -78,11 +77,23 @@ def test_milliseconds_that_it_measures_are_a_table_for_the_next_time(
     assert (again, same) == (0, out)
 
 
+def test_overrides_count_and_a_layer_keeps_what_its_own_say(bits: Callable[..., Any], calibrated: Path) -> None:
+    own = "quantization.overrides={'5': {weight: {granularity: tensor}, activation: {rule: ema}}}"
+    status, out, err = bits("--choices", "4,8", "--size", "8", own, "quantization.activation.init=minmax")
+    assert status == 0, err
+    found = load_config(str(calibrated / "run" / "bits.yaml")).quantization
+    assert (found.overrides["5"].weight.granularity, found.overrides["5"].activation.rule) == ("tensor", "ema")
+    assert found.overrides["5"].weight.bits == 8 and found.activation.init == "minmax"
+    status, out, err = bits("--choices", "4,8", "--size", "6", "quantization.first_bits=8")
+    assert status == 0 and not re.search(r"^0 +\d", out, re.MULTILINE), err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ([], "bits: no budget; give --size 4, --bops 4, --latency FILE MS or --drop 0.5"),
         (["--size", "1"], "allocate: the cheapest choices take 134 bytes, and the budget is 67"),
+        (["--choices", "4,8", "--latency", "ms4.yaml", "nan"], "allocate: the budget of milliseconds must be a number"),
         (["--latency", "few.yaml", "3"], "--latency: few.yaml: no milliseconds of '5' at 2 bits"),
         (["--latency", "words.yaml", "3"], "--latency: words.yaml: no milliseconds of '0' at 2 bits"),
         (["--choices", "4,8", "--latency", "ms4.yaml", "soon"], "--latency: could not convert string to float: 'soon'"),
