@@ -30,6 +30,7 @@ from qat.training.config.file import load_config
 from qat.training.config.schema import DataConfig
 from qat.training.data.loaders import load_data
 from qat.training.model.building import build_model
+from qat.training.run.logging import CURVES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
@@ -138,9 +139,9 @@ def last_training_loss(folder: Path, steps: int) -> float:
     """The mean of the last epoch's curve."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(folder / CURVES / "qat" / "train"), size_guidance={"scalars": 0})
     events.Reload()
-    points = events.Scalars("qat/train_loss")
+    points = events.Scalars("loss")
     return float(np.mean([point.value for point in points if point.step > points[-1].step - steps]))
 
 
