@@ -59,14 +59,16 @@ def calibrate(
             to the model's device. A tensor, or a mapping, instead of the batches is one batch.
         limit: how many batches are read at most, of each rank; None: all.
         only_missing: leave the ranges that were calibrated before, and have learned since; their quantizers are on
-            while the batches run.
+            while the batches run. Steps that ranges depend on make all of them missing.
         steps: post-training steps, such as `[CrossLayerEqualization(), AdaRound(), BiasCorrection()]` of
             `qat.post_training`, which change weights and biases without labels. They run in their order, those that
             ranges depend on before the ranges are found. All batches stay in memory for them; under torch.distributed
-            rank 0 computes them, on its own batches. Each logs what it did, and its seconds.
+            rank 0 computes them, on its own batches. Each logs what it did, and its seconds. They aim at the model as
+            it comes: give all of them in one call, since a second one takes what the first one made for the original.
 
     Raises:
-        TypeError: if model is not an nn.Module, batches is not iterable, or a batch has an unsupported type.
+        TypeError: if model is not an nn.Module, batches is not iterable, a batch has an unsupported type, or a step is
+            none.
         ValueError: for a model without quantizers, or without a graph for steps; without a batch; for a limit below 1;
             if the model does not run with a batch; if a quantizer saw no value, or NaN or infinity (the first that did
             is named); if a twin of your own (`register_twin`) evaluates otherwise than it trains.
@@ -78,6 +80,10 @@ def calibrate(
     """
     given = as_batches(calibrate, model, batches)
     if steps:
+        for step in steps:
+            if isinstance(step, type) or not hasattr(step, "before_ranges"):
+                raise TypeError(f"calibrate: steps are objects such as AdaRound(), got {step!r}")
+        only_missing = only_missing and not any(step.before_ranges for step in steps)
         if not traced_parts(model):
             raise ValueError("calibrate: steps work on the graphs of qat.prepare, and this model has none")
         given = list(itertools.islice(given, limit))

@@ -27,12 +27,14 @@ DEAD = 1e-6
 class CrossLayerEqualization:
     """Give the channels between two layers like ranges; the float model computes the same as before.
 
-        s = sqrt(r1 / r2);    W1[i] <- W1[i] / s[i], its bias too;    W2[:, i] <- W2[:, i] * s[i]
+        s = sqrt(r1 / r2);    W1[i], b1[i] <- W1[i] / s[i], b1[i] / s[i];    W2[:, i] <- W2[:, i] * s[i]
 
     r1[i] is the largest |W1[i]|, with the gain of its BatchNorm, which then takes the factor in place of W1; r2[i] is
-    the largest |W2[:, i]|. Pairs are layers with nothing but ReLU and a quantizer in between, whose result nothing else
-    reads. ReLU6, a norm that is not folded, or a frozen range let no factor pass; the pairs that they keep apart are
-    counted. All ranges are found behind it.
+    the largest |W2[:, i]|. b1 is the bias, the BatchNorm's if there is one; s is not so small that one would grow
+    beyond max(|b1| + 3 * spread), about the range of the activation, with spread the gain of the BatchNorm or the norm
+    of W1[i]. Pairs are layers with nothing but ReLU and a quantizer in between, whose
+    result nothing else reads. ReLU6, a norm that is not folded, or a frozen range let no factor pass; the pairs that
+    they keep apart are counted. All ranges are found behind it.
 
     It is for weights with one scale per tensor. Those with a scale per channel gain only on the side of W2, and of the
     activations between.
@@ -132,8 +134,12 @@ def _equalize(first: Any, norm: Any, second: QuantLayer) -> None:
     rows = second.channels_first(second.weight)
     columns = rows if _is_grouped(second) else rows.transpose(0, 1)
     r1, r2 = _outputs(first).abs().amax(1) * gain, columns.flatten(1).abs().amax(1)
-    alive = (r1 > DEAD * r1.max()) & (r2 > DEAD * r2.max())  # the bias of a dead channel would grow without bound
+    alive = (r1 > DEAD * r1.max()) & (r2 > DEAD * r2.max())
     s = torch.where(alive, torch.sqrt(r1 / r2), 1.0)
+    bias = first.bias if norm is None else norm.bias
+    if bias is not None:
+        spread = _outputs(first).norm(dim=1) if norm is None else norm.weight.abs()
+        s = s.maximum(bias.abs() / (bias.abs() + 3 * spread).max().clamp_min(torch.finfo(bias.dtype).tiny))
     for scaled in (norm.weight, norm.bias) if norm is not None else (first.weight, first.bias):
         if scaled is not None:
             scaled /= s if scaled.dim() == 1 else first.torch_layout(s.view(-1, *[1] * (scaled.dim() - 1)))

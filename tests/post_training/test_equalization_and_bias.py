@@ -187,6 +187,28 @@ def test_a_dead_channel_does_not_blow_up_its_bias() -> None:
     assert model.get_submodule("0").bias.abs().max() < 100
 
 
+def test_a_channel_that_is_all_bias_does_not_take_the_grid_of_the_others() -> None:
+    """Weight decay makes such channels: a gain of almost 0, and a bias that is not."""
+    float_model = chain()
+    with torch.no_grad():
+        float_model[1].weight[2], float_model[1].bias[2] = 1e-5, 3.0  # type: ignore[index, operator]
+    expected = float_model(images()).detach()
+    errors = []
+    for steps in ([], [CrossLayerEqualization()]):
+        model = calibrated(float_model, steps, {"bits": 8, "granularity": "tensor"})
+        with torch.no_grad():
+            errors.append(float((model(images()) - expected).square().mean()))
+    assert errors[1] < errors[0]
+
+
+def test_all_ranges_are_found_anew_behind_it() -> None:
+    model = calibrated(chain(), [], TENSOR)
+    again = qat.prepare(chain(), qat.QuantRecipe(TENSOR), images()[:2])
+    qat.calibrate(again, images(), steps=[CrossLayerEqualization()])
+    qat.calibrate(model, images(), only_missing=True, steps=[CrossLayerEqualization()])
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("make", [lambda: CrossLayerEqualization(rounds=0), lambda: BiasCorrection(batch_size=0)])
 def test_numbers_below_1_are_sentences(make: Any) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):

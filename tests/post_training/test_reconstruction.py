@@ -231,6 +231,11 @@ def test_a_model_without_a_graph_is_a_sentence() -> None:
         qat.calibrate(nn.Sequential(QuantLinear(4, 2)), torch.randn(8, 4), steps=[AdaRound()])
 
 
+def test_a_class_is_no_step() -> None:
+    with pytest.raises(TypeError, match=r"^calibrate: steps are objects such as AdaRound\(\), got <class '.*BRECQ'>$"):
+        prepared([BRECQ])
+
+
 def test_arguments_out_of_range_are_sentences() -> None:
     with pytest.raises(ValueError, match=r"^BRECQ: iterations and batch_size must be at least 1, got BRECQ"):
         BRECQ(iterations=0)
