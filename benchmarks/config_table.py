@@ -98,6 +98,8 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: Any) -> str:
+    if field.is_required():
+        return "needed"
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "null"

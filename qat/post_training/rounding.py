@@ -48,7 +48,7 @@ class SoftRounding(nn.Module):
         """Why the weights of a quantizer cannot be rounded otherwise, as the end of a sentence; None if they can."""
         own = type(quantizer).compute_codes is not Quantizer.compute_codes
         if own or not quantizer.uniform or not quantizer.exportable:
-            return f"since the rule {quantizer.spec.rule!r} does not round to the nearest multiple of a scale"
+            return f"since the rule {quantizer.spec.rule!r} finds its integers in a way of its own"
         return "since its quantizer is switched off" if quantizer.passes else None
 
     def h(self) -> Tensor:

@@ -210,7 +210,7 @@ def test_what_keeps_rounding_to_nearest_is_named(caplog: pytest.LogCaptureFixtur
     (said,) = [message for message in caplog.messages if "AdaRound" in message]
     assert "of 0 weights" in said
     assert "rounded to nearest, since no graph calls them, once, with a weight of their own: linear" in said
-    assert "since the rule 'ternary' does not round to the nearest multiple of a scale: fc" in said
+    assert "since the rule 'ternary' finds its integers in a way of its own: fc" in said
 
 
 def test_an_error_leaves_weights_as_they_were() -> None:
