@@ -55,7 +55,10 @@ def _rows() -> dict[str, Row]:
         if bits < 8:
             low = (*plain, f"quantization.residual_bits={bits}")
             rows[f"{name}_low_residual"] = Row(name, bits, 6, "plain LSQ, residual stream at the same bits", low)
-            rows[f"{name}_brecq"] = Row(name, bits, 6, "our recipe, begun with BRECQ", (BRECQ,), beside=name)
+            short = (*plain, "qat.epochs=2")
+            rows[f"{name}_short"] = Row(name, bits, 2, "plain LSQ, SGD", short)
+            begun = (*short, BRECQ)
+            rows[f"{name}_short_brecq"] = Row(name, bits, 2, "plain LSQ, begun with BRECQ", begun, beside=f"{name}_short")
         if bits in (4, 3):
             rows[f"{name}_bits"] = Row(name, bits, 6, f"our recipe, {CHOSEN}", TRAINED, beside=name, size=bits)
         if bits in (8, 4):

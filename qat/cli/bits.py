@@ -1,8 +1,9 @@
 """Bits of each layer within a budget: those that keep the float model's answers best, by an exact solver.
 
 Each layer alone is tried at each number of bits, on training images without labels; the sum of these losses is then
-made least such that weights, bit operations or a runtime's milliseconds stay within the budget. Layers whose bits the
-run's config fixes (first_bits, last_bits, overrides) keep them. `RUN/bits.yaml` is the run's config with the bits that
+made least such that weights, bit operations or a runtime's milliseconds stay within the budget. With --size alone only
+weights get other bits; else a layer's input gets those of its weight. Layers whose bits the run's config fixes
+(first_bits, last_bits, overrides) keep them. `RUN/bits.yaml` is the run's config with the bits that
 were found, from the run's float weights: `python train.py --config RUN/bits.yaml` trains it.
 """
 
@@ -40,7 +41,7 @@ MEASURED, TIMES = "onnxruntime", "milliseconds.yaml"
 Given = TypeVar("Given", QuantizationConfig, OverrideConfig)
 
 Bits = dict[str, int]
-"""Bits of weight and input of each layer that the config leaves open."""
+"""Bits of weight, and of input if these are chosen too, of each layer that the config leaves open."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,8 @@ def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
     folder = opened.folder
     config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
-    search = Search(opened, opened.data(given.overrides), config.quantization, sorted(given.choices))
+    tensors = ("weight",) if (given.bops, given.latency, given.drop) == (None,) * 3 else ("weight", "activation")
+    search = Search(opened, opened.data(given.overrides), config.quantization, sorted(given.choices), tensors)
     budgets = search.budgets(given)
     with value_errors_reported():
         found = search.within(budgets) if given.drop is None else search.smallest(given.drop, budgets)
@@ -88,6 +90,8 @@ class Search:
     data: Data
     grids: QuantizationConfig
     choices: list[int]
+    tensors: tuple[str, ...]
+    """Whose bits are chosen: activations have no size, and keep theirs where only that counts."""
 
     @cached_property
     def tables(self) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, LayerCost]]]:
@@ -98,11 +102,11 @@ class Search:
             model = self.opened.calibrated(self.data, self._uniform(bits))
             losses[bits] = qat.layer_losses(model, batches)
             costs[bits] = {row.name: row for row in qat.cost(model, torch.zeros(1, *self.data.image_shape))}
-        widths = {
-            name: {(costs[bits][name].weight_bits, costs[bits][name].activation_bits) for bits in self.choices}
-            for name in losses[self.choices[0]] if name in costs[self.choices[0]]
-        }  # fmt: skip
-        names = [name for name, found in widths.items() if found == {(bits, bits) for bits in self.choices}]
+        names = [
+            name for name in losses[self.choices[0]]
+            if all(name in rows and {getattr(rows[name], f"{tensor}_bits") for tensor in self.tensors} == {bits}
+                   for bits, rows in costs.items())
+        ]  # fmt: skip
         if not names:
             raise UserError("bits: the config fixes the bits of every layer; leave overrides out, or change --choices")
         return (
@@ -218,14 +222,10 @@ class Search:
 
     def _with_bits(self, given: Given, bits: int) -> Given:
         """Grids, or an override, with these bits and all else."""
-        weight, activation = {"bits": bits}, {"bits": bits}
+        changed = {tensor: getattr(given, tensor).model_copy(update={"bits": bits}) for tensor in self.tensors}
         if bits >= 8 and self.grids.weight.narrow_range is False:
             # The lowest level of 8 bits does not fit int8 once a negative gamma is folded into it.
-            weight = {"bits": bits, "narrow_range": True}
-        changed = {
-            "weight": given.weight.model_copy(update=weight),
-            "activation": given.activation.model_copy(update=activation),
-        }
+            changed["weight"] = changed["weight"].model_copy(update={"narrow_range": True})
         return given.model_copy(update=changed)
 
     def described(self, found: Bits) -> list[str]:
