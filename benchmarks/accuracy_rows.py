@@ -57,8 +57,8 @@ def _rows() -> dict[str, Row]:
             rows[f"{name}_low_residual"] = Row(name, bits, 6, "plain LSQ, residual stream at the same bits", low)
             short = (*plain, "qat.epochs=2")
             rows[f"{name}_short"] = Row(name, bits, 2, "plain LSQ, SGD", short)
-            begun = (*short, BRECQ)
-            rows[f"{name}_short_brecq"] = Row(name, bits, 2, "plain LSQ, begun with BRECQ", begun, beside=f"{name}_short")
+            begun = Row(name, bits, 2, "plain LSQ, SGD, begun with BRECQ", (*short, BRECQ), beside=f"{name}_short")
+            rows[f"{name}_short_brecq"] = begun
         if bits in (4, 3):
             rows[f"{name}_bits"] = Row(name, bits, 6, f"our recipe, {CHOSEN}", TRAINED, beside=name, size=bits)
         if bits in (8, 4):
