@@ -39,11 +39,21 @@ def test_the_config_has_the_bits_of_the_budget_and_trains(bits: Callable[..., An
     config = load_config(str(calibrated / "run" / "bits.yaml"))
     found = {name: each.weight.bits for name, each in config.quantization.overrides.items()}
     assert found == {name: int(each) for name, each in rows.items()} and set(found) == {"0", "5"}
+    assert {each.activation.bits for each in config.quantization.overrides.values()} == {None}
     assert 216 * found["0"] + 320 * found["5"] <= 4 * (216 + 320)
     where = [f"run_dir={calibrated / 'trained'}", "qat.epochs=1"]
     assert in_place(calibrated, "--config", str(calibrated / "run" / "bits.yaml"), *where) == 0
     layers = (calibrated / "trained" / "layers.txt").read_text()
     assert f"int{found['0']}" in layers and f"int{found['5']}" in layers
+
+
+def test_bit_operations_are_those_of_weights_and_inputs(bits: Callable[..., Any], calibrated: Path) -> None:
+    status, out, err = bits("--choices", "2,4,8", "--bops", "4")
+    assert status == 0, err
+    found = load_config(str(calibrated / "run" / "bits.yaml")).quantization.overrides
+    assert all(each.weight.bits == each.activation.bits in (2, 4, 8) for each in found.values())
+    macs = {"0": 12 * 12 * 216, "5": 320}
+    assert sum(macs[name] * each.weight.bits**2 for name, each in found.items()) <= 16 * sum(macs.values())
 
 
 def test_the_smallest_size_within_a_drop(bits: Callable[..., Any]) -> None:
