@@ -48,7 +48,7 @@ def test_the_config_has_the_bits_of_the_budget_and_trains(bits: Callable[..., An
 
 
 def test_bit_operations_are_those_of_weights_and_inputs(bits: Callable[..., Any], calibrated: Path) -> None:
-    status, out, err = bits("--choices", "2,4,8", "--bops", "4")
+    status, _, err = bits("--choices", "2,4,8", "--bops", "4")
     assert status == 0, err
     found = load_config(str(calibrated / "run" / "bits.yaml")).quantization.overrides
     assert all(each.weight.bits == each.activation.bits in (2, 4, 8) for each in found.values())
