@@ -7,7 +7,7 @@ what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_serializer, model_validator
 
 from qat.targets import profile_of
 from qat.text import did_you_mean
@@ -113,6 +113,12 @@ class OverrideConfig(Section):
     activation: SpecConfig = SpecConfig()
     skip: bool | None = None
     """Leave the layer in float; false undoes the skip of an earlier key."""
+
+    @model_serializer
+    def _as_given(self) -> dict[str, Any]:
+        """Without what it leaves to the grids: a line for each null of each layer would hide what it says."""
+        specs = {name: getattr(self, name).model_dump(exclude_none=True) for name in ("weight", "activation")}
+        return {key: each for key, each in {**specs, "skip": self.skip}.items() if each not in ({}, None)}
 
 
 class QuantizationConfig(Section):
