@@ -69,6 +69,8 @@ def statistics_collected(model: nn.Module) -> Iterator[dict[str, dict[str, float
     with ExitStack() as hooks:
         for quantizer in names:
             hooks.enter_context(quantizer.register_forward_hook(note))
+        # The forwards behind the first run as if nobody looked: a hooked model evaluates operation by operation.
+        hooks.enter_context(model.register_forward_hook(lambda *_: hooks.close()))
         yield found
     with torch.no_grad():
         for quantizer, read in weight_samples(model).items():

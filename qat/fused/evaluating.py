@@ -68,7 +68,8 @@ class State:
 
 
 class Evaluator:
-    """The program of a model in one state; `program` is None where the model evaluates as it is, for a `reason`."""
+    """The program of a model in one state; `program` is None where the model evaluates as it is, for a `reason`, which
+    is "" where qat looks inside, or who calls left a module in training mode."""
 
     def __init__(self, model: PreparedGraph, agreed: dict[str, bool], args: Args, kwargs: Kwargs) -> None:
         self.state, self.program = State(model), None
@@ -174,15 +175,22 @@ def _is_close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
 
 
+def _has_hooks_of_qat(module: nn.Module) -> bool:
+    hooks = [getattr(hook, "func", hook) for held in hooks_of(module) for hook in held.values()]
+    return any(str(hook.__module__).startswith("qat.") for hook in hooks)
+
+
 def _refusal(model: PreparedGraph) -> str | None:
-    """What may compute anything else than its program would; None if nothing does."""
+    """What may compute anything else than its program would; None if nothing does, "" if the caller knows."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(x.is_inference() or not x.is_cpu or (x.is_floating_point() and x.dtype != torch.float32) for x in tensors):
         return "a tensor of it is not float32 on the CPU, or was made in inference mode"
     for name in module_names(model):
         module, kind = model.get_submodule(name), kind_of(model.get_submodule(name))
-        if is_watched(module) or module.training or (isinstance(module, LAYERS) and is_changed(kind)):
-            return f"{name!r} is in training mode, has a hook, or a method of it was replaced"
+        if module.training or _has_hooks_of_qat(module):
+            return ""
+        if is_watched(module) or (isinstance(module, LAYERS) and is_changed(kind)):
+            return f"{name!r} has a hook, or a method of it was replaced"
         if not (rests(module) or kind.__module__.startswith(("torch.nn.modules.", "qat."))):
             return f"{name!r} is a {kind.__name__}, a class of your own"
     return None

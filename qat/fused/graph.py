@@ -214,7 +214,7 @@ class FusedGraph(PreparedGraph):
             with tracing_alone:
                 self._follow_changes()
                 state.evaluator = Evaluator(self, state.agreed, args, kwargs)
-                if state.evaluator.reason is not None and self._is_in_use():
+                if state.evaluator.reason and self._is_in_use():
                     self._log_once(f"evaluation runs operation by operation: {state.evaluator.reason}")
         return state.evaluator if state.evaluator.program is not None else None
 

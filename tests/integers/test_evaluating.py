@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 import qat
+from qat.analysis.statistics import statistics_collected
 from qat.integers import modules
 from qat.integers.products import Product
 from qat.kernels import plain_formulas
@@ -164,8 +165,23 @@ def test_a_model_that_evaluates_plainly_says_why_once(caplog: pytest.LogCaptureF
         model(x)
         model(x)
     assert [each.message for each in caplog.records if "operation by operation" in each.message] == [
-        "evaluation runs operation by operation: '0' is in training mode, has a hook, or a method of it was replaced"
+        "evaluation runs operation by operation: '0' has a hook, or a method of it was replaced"
     ]
+
+
+def test_where_qat_looks_inside_it_says_nothing_and_looks_at_the_first_batch_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, x = prepared()
+    state = model._engine_state
+    with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
+        with statistics_collected(model) as found:
+            model(x)
+            assert state.evaluator.program is None
+            model(x)
+            assert state.evaluator.program is not None
+        qat.reestimate_batch_norm(model, [x])
+    assert found and not [each.message for each in caplog.records if "operation by operation" in each.message]
 
 
 class DropPath(nn.Module):
