@@ -66,8 +66,8 @@ def run(given: argparse.Namespace) -> int:
     config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
     tensors = ("weight",) if (given.bops, given.latency, given.drop) == (None,) * 3 else ("weight", "activation")
     search = Search(opened, opened.data(given.overrides), config.quantization, sorted(given.choices), tensors)
-    budgets = search.budgets(given)
     with value_errors_reported():
+        budgets = search.budgets(given)
         found = search.within(budgets) if given.drop is None else search.smallest(given.drop, budgets)
     quantization = search.quantization(found)
     print("\n".join(search.described(found)), flush=True)

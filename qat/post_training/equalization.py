@@ -32,9 +32,9 @@ class CrossLayerEqualization:
     r1[i] is the largest |W1[i]|, with the gain of its BatchNorm, which then takes the factor in place of W1; r2[i] is
     the largest |W2[:, i]|. b1 is the bias, the BatchNorm's if there is one; s is not so small that one would grow
     beyond max(|b1| + 3 * spread), about the range of the activation, with spread the gain of the BatchNorm or the norm
-    of W1[i]. Pairs are layers with nothing but ReLU and a quantizer in between, whose
-    result nothing else reads. ReLU6, a norm that is not folded, or a frozen range let no factor pass; the pairs that
-    they keep apart are counted. All ranges are found behind it.
+    of W1[i]. Pairs are layers with nothing but ReLU and a quantizer in between, whose result nothing else reads. ReLU6,
+    a norm that is not folded, or a frozen range let no factor pass; the pairs that they keep apart are counted. All
+    ranges are found behind it.
 
     It is for weights with one scale per tensor. Those with a scale per channel gain only on the side of W2, and of the
     activations between.
