@@ -115,18 +115,22 @@ def post_training_table() -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     results = kept()
+    machines = list(dict.fromkeys(_machine(each) for each in results))
     for name, (grid, what) in ROWS.items():
         own, plain = ([each for each in results if each["row"] == row] for row in (name, f"{grid}: calibration alone"))
-        lines.append(f"| {grid} | {what} | {' | '.join(_cells(own, plain))} |")
+        where = ", ".join(sorted({"abcdef"[machines.index(_machine(each))] for each in own}))
+        lines.append(f"| {grid} | {what} | {' | '.join(_cells(own, plain))}{f' ({where})' if own else ''} |")
     if results:
-        last = results[-1]
-        where = (
-            f"{last['machine']['processor']}, {last['machine']['threads']} thread, torch {last['versions']['torch']}"
-        )
         floats = {GRIDS[ROWS[each["row"]][0]][0]: each["float"] for each in results}
         said = ", ".join(f"{value:.1f} % ({file.rpartition('_cifar10')[0]})" for file, value in floats.items())
-        lines += ["", f"Float: {said}. {where}, {last['date']}."]
+        lines += ["", f"Float: {said}.", *(f"({key}) {each}." for key, each in zip("abcdef", machines, strict=False))]
     return "\n".join(lines) + "\n"
+
+
+def _machine(result: dict[str, Any]) -> str:
+    """Where a row was measured, beside whose seconds it stands."""
+    machine = result["machine"]
+    return f"{machine['processor']}, {machine['threads']} thread, torch {result['versions']['torch']}"
 
 
 def worth_table() -> str:
