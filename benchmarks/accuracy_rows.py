@@ -59,7 +59,11 @@ def _rows() -> dict[str, Row]:
             rows[f"{name}_short"] = Row(name, bits, 2, "plain LSQ, SGD", short)
             begun = Row(name, bits, 2, "plain LSQ, SGD, begun with BRECQ", (*short, BRECQ), beside=f"{name}_short")
             rows[f"{name}_short_brecq"] = begun
-        if bits in (4, 3):
+            if bits > 2:
+                what = f"plain LSQ, SGD, {CHOSEN}"
+                begun = Row(name, bits, 2, what, (*TRAINED, *short), beside=f"{name}_short", size=bits)
+                rows[f"{name}_short_bits"] = begun
+        if bits == 4:
             rows[f"{name}_bits"] = Row(name, bits, 6, f"our recipe, {CHOSEN}", TRAINED, beside=name, size=bits)
         if bits in (8, 4):
             rows[f"{name}_torch_ao"] = Row(TORCH_AO, bits, 6, "torch.ao, FX", ("--bits", str(bits), "--epochs", "6"))
