@@ -21,7 +21,7 @@ class Row:
             `--weights`.
         held_out: whether it chooses between recipes, and so is validated on training images that are held out.
         beside: the row that it is compared with, image by image.
-        size: the bits whose uniform size `python -m qat bits --size` may fill as it chooses, if it chooses.
+        size: what `python -m qat bits --size` gets, which then chooses the bits of each layer; 0: they are uniform.
     """
 
     config: str
@@ -61,8 +61,8 @@ def _rows() -> dict[str, Row]:
             rows[f"{name}_short_brecq"] = begun
             if bits > 2:
                 what = f"plain LSQ, SGD, {CHOSEN}"
-                begun = Row(name, bits, 2, what, (*TRAINED, *short), beside=f"{name}_short", size=bits)
-                rows[f"{name}_short_bits"] = begun
+                chosen = Row(name, bits, 2, what, (*TRAINED, *short), beside=f"{name}_short", size=bits)
+                rows[f"{name}_short_bits"] = chosen
         if bits == 4:
             rows[f"{name}_bits"] = Row(name, bits, 6, f"our recipe, {CHOSEN}", TRAINED, beside=name, size=bits)
         if bits in (8, 4):

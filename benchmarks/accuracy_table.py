@@ -63,11 +63,9 @@ def _gains(own_float: bool) -> list[str]:
                 gain, error, seeds = gained(own, other)
                 against = ROWS[row.beside].what.removeprefix("MobileNetV2, ")
                 gains.append(f"| {row.bits} | {row.what} | {against} | {seeds} | {gain:+.2f} ± {error:.2f} |")
-    return (
-        ["", "| bits | row | beside | seeds | difference in points |", "|---:|---|---|---:|---:|", *gains]
-        if gains
-        else []
-    )
+    if not gains:
+        return []
+    return ["", "| bits | row | beside | seeds | difference in points |", "|---:|---|---|---:|---:|", *gains]
 
 
 def gained(rows: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, float, int]:
