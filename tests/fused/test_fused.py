@@ -262,7 +262,7 @@ def test_the_default_dtype_is_not_the_kernels() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         assert torch.equal(model(x), expected)
-        onednn.are_exact.cache_clear()
+        onednn._are_exact.cache_clear()
         assert {kind: onednn.are_exact(kind) for kind in onednn.KINDS} == exact
     finally:
         torch.set_default_dtype(torch.float32)

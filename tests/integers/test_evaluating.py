@@ -1,7 +1,7 @@
 """Evaluation as an integer program: the values of plain evaluation to the bit, and only while the model is the same."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from qat.analysis.statistics import statistics_collected
 from qat.integers import modules
 from qat.integers.products import Product
 from qat.kernels import plain_formulas
-from qat.kernels.cpu import onednn
 from qat.kernels.cpu.compiler import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plainly without the C kernels")
@@ -69,12 +68,9 @@ GRIDS = {
 
 
 @pytest.fixture(params=["as it is", "no-vnni"])
-def either_processor(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def either_processor(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "as it is":
         monkeypatch.setenv("QAT_PROCESSOR", request.param)
-    onednn.are_exact.cache_clear()
-    yield
-    onednn.are_exact.cache_clear()
 
 
 def prepared(case: str = "residual", grids: str = "8 bits") -> tuple[Any, Tensor]:

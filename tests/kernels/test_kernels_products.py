@@ -51,7 +51,7 @@ def test_what_pays_runs_on_integers_unless_float_is_asked_for(groups: int, monke
 @pytest.mark.parametrize("wrong", ["grouped", "depthwise"])
 def test_a_kind_that_is_wrong_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_exact("dense")
-    onednn.are_exact.cache_clear()  # it has been tried just now
+    onednn._are_exact.cache_clear()  # it has been tried just now
     original, calls = onednn.convolution, []
 
     def saturating(*operands: Any) -> Tensor:

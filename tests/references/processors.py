@@ -6,7 +6,7 @@ import pytest
 
 from qat.kernels.cpu import onednn, processor
 
-CACHES = (onednn.are_exact, onednn.is_exact_natively, onednn._say)
+CACHES = (onednn._are_exact, onednn.is_exact_natively, onednn._say)
 
 
 def forget() -> None:

@@ -113,15 +113,19 @@ KINDS = {"dense": 1, "grouped": 6, "depthwise": 96}
 """The kinds of convolutions that oneDNN computes differently, each with the groups of a test on 96 channels."""
 
 
-@functools.cache
 def are_exact(kind: str) -> bool:
     """Whether integer products may be used: they are exact here, extremes included, and QAT_PROCESSOR allows them.
 
     Matrix products belong to the dense kind. Where that is not exact, none is used.
     """
-    if kind != "dense" and not are_exact("dense"):
+    return _are_exact(kind, processor.asked_for())
+
+
+@functools.cache
+def _are_exact(kind: str, asked: processor.Processor | None) -> bool:
+    if kind != "dense" and not _are_exact("dense", asked):
         return False
-    if processor.asked_for() == "no-vnni":
+    if asked == "no-vnni":
         _say("QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids")
         return False
     if is_emulated():
