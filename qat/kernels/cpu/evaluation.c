@@ -2,6 +2,10 @@
 
 #include "rows.h"
 
+#ifdef __AVX512VBMI__
+#include <immintrin.h>
+#endif
+
 /* One bias and one scale per channel: y = clamp((sum + bias) * scale, floor, ceiling). */
 typedef struct {
   const float *bias, *scale;
@@ -30,8 +34,20 @@ static void centered_row(const float *restrict sums, float *restrict y, const fl
   for (i64 c = 0; c < n; c++) y[c] = code_of(rescaled(sums[c], bias[c], scale[c], floor, ceiling), g) - g.zero;
 }
 
-static void looked_up(const uint8_t *restrict codes, uint8_t *restrict out, const uint8_t *restrict table, i64 n) {
-  for (i64 i = 0; i < n; i++) out[i] = table[codes[i]];
+/* out may be codes. */
+static void looked_up(const uint8_t *codes, uint8_t *out, const uint8_t *table, i64 n) {
+  i64 i = 0;
+#ifdef __AVX512VBMI__ /* two halves of the table, each in a pair of registers */
+  __m512i part[4];
+  memcpy(part, table, sizeof part);
+  for (; i + 64 <= n; i += 64) {
+    const __m512i at = _mm512_loadu_si512(codes + i);
+    const __m512i low = _mm512_permutex2var_epi8(part[0], at, part[1]);
+    const __m512i high = _mm512_permutex2var_epi8(part[2], at, part[3]);
+    _mm512_storeu_si512(out + i, _mm512_mask_blend_epi8(_mm512_movepi8_mask(at), low, high));
+  }
+#endif
+  for (; i < n; i++) out[i] = table[codes[i]];
 }
 
 static void values_of(const uint8_t *restrict codes, float *restrict y, const float *restrict table, i64 n) {
