@@ -211,7 +211,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--teacher", type=Path, help="weights of ResNet-56, for rows that learn from it")
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="NAME", help=" ".join(ROWS))
+    parser.add_argument(
+        "--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="NAME", help=" ".join(ROWS)
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--keep", choices=list(ROWS), metavar="NAME", help=" ".join(ROWS))
     given = parser.parse_args()

@@ -1,14 +1,12 @@
 """`merged`: an integer program in fewer passes over memory, with the same results to the bit."""
 
 import copy
-import operator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from qat.integers.grids import all_values
-from qat.integers.modules import Dequantize, Quantize, Table
+from qat.integers.modules import Join, Quantize, Table
 from qat.integers.products import Product
 from qat.tracing.in_place import drop_unread
 from qat.tracing.nodes import submodule_of
@@ -51,17 +49,14 @@ def merged(program: fx.GraphModule) -> fx.GraphModule:
 
 
 def _gated(program: fx.GraphModule, node: fx.Node) -> tuple[tuple[fx.Node], Table] | None:
-    """The codes that a quantizer of x * table(x) reads, and its result for each of the 256; None for another node."""
-    quantize, product = submodule_of(program, node), next(iter(node.all_input_nodes), None)
-    if type(quantize) is not Quantize or product is None or product.target not in (operator.mul, torch.mul):
+    """The codes x of a product x * table(x), and its result for each of the 256; None for another node."""
+    product: Any = submodule_of(program, node)
+    if type(product) is not Join or product.kind != "mul":
         return None
-    ends: Any = [(submodule_of(program, each), each) for each in product.all_input_nodes]
-    if len(ends) != 2 or product.kwargs or not all(type(module) is Dequantize for module, _ in ends):
-        return None
-    ends = [(module, each.args[0]) for module, each in ends]
-    for (plain, x), (tabled, y) in (ends, ends[::-1]):
+    ends: Any = list(zip(node.args, product.sources, strict=True))
+    for (x, plain), (y, tabled) in (ends, ends[::-1]):
         table: Any = submodule_of(program, y)
         if type(table) is Table and y.args == (x,):
-            values = all_values(plain.source) * all_values(tabled.source)[table.codes.long()]
-            return (x,), Table(quantize(values))
+            values = all_values(plain) * all_values(tabled)[table.codes.long()]
+            return (x,), Table(Quantize(product.grid)(values.clamp(*product.clip)))
     return None

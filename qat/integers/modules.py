@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from qat.kernels import integers as kernels
-from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.kernels.dispatch import plain_here
 from qat.kernels.formulas import pools as formulas
 from qat.kernels.integers import Numbers
@@ -50,16 +49,17 @@ class AsGiven(nn.Module):
         return x if isinstance(given, Tensor) and not given.is_contiguous() else x.contiguous()
 
 
-class Sum(nn.Module):
-    """The codes of clamp(a + b, *clip) for two tensors of codes."""
+class Join(nn.Module):
+    """The codes of clamp(a + b, *clip), or of a * b, for two tensors of codes; `kind` is "add" or "mul"."""
 
-    def __init__(self, sources: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP) -> None:
+    def __init__(self, kind: str, sources: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float]) -> None:
         super().__init__()
-        self.sources, self.grid, self.clip = sources, to, clip
+        self.kind, self.sources, self.grid, self.clip = kind, sources, to, clip
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """uint8 codes of uint8 codes."""
-        return kernels.add(a, b, self.sources, self.grid, self.clip)
+        join = kernels.add if self.kind == "add" else kernels.multiply
+        return join(a, b, self.sources, self.grid, self.clip)
 
 
 class Table(nn.Module):

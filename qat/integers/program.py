@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from qat.integers.evaluation import call_names
 from qat.integers.freezing import handed, integers_of
 from qat.integers.grids import all_values, has_codes, numbers_of
-from qat.integers.modules import AsGiven, Dequantize, MaxPool, Quantize, Sum, Table
-from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, asks_for_shape, reshapes, window
+from qat.integers.modules import AsGiven, Dequantize, Join, MaxPool, Quantize, Table
+from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, asks_for_shape, window
 from qat.integers.products import Product, geometry_of
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.kernels.integers import Numbers
@@ -24,16 +24,16 @@ from qat.layers.embedding import QuantTable
 from qat.preparation.operations import (
     AVERAGING,
     JOINING,
+    MOVING_FUNCTIONS,
     NONLINEAR,
-    SPLITTING_FUNCTIONS,
-    SPLITTING_METHODS,
+    PASSING_METHODS,
     grid_of,
     is_relu,
     operation_of,
     passes_grid,
 )
 from qat.tracing.in_place import Memory, drop_unread
-from qat.tracing.nodes import constant_values, submodule_of
+from qat.tracing.nodes import constant_values, is_call, submodule_of
 
 CURVES = ("sigmoid", "tanh", "hardsigmoid", "hardswish", "silu", "gelu", "elu", "mish", "leaky_relu")
 """Functions of one value."""
@@ -56,14 +56,14 @@ class Chain(NamedTuple):
     """A quantizer and what it follows.
 
     Attributes:
-        kind: what computes them: a layer, a sum, a table, a table for each tensor that is joined, another operation (in
-            fixed point), or the quantizer alone from floats.
-        start: the layer, the sum or the concatenation; of a table and of floats what they read.
+        kind: what computes them: a layer, a sum or product, a table, a table for each tensor of a concatenation,
+            another operation (in fixed point), or the quantizer alone from floats.
+        start: the layer, the sum, product or concatenation; of a table and of floats what they read.
         steps: the nodes that the program leaves out.
         clip: floor and ceiling before the quantizer.
     """
 
-    kind: Literal["layer", "sum", "table", "join", "operation", "floats"]
+    kind: Literal["layer", "join", "table", "cat", "operation", "floats"]
     start: fx.Node
     steps: tuple[fx.Node, ...] = ()
     clip: tuple[float, float] = NO_CLIP
@@ -191,13 +191,13 @@ class Writer:
         if len(before.users) == 1:
             if before in self.layers:
                 return Chain("layer", before, (*clips, before), clip)
-            if operation_of(before, self.model, JOINING) == "add" and self._adds_codes(before):
-                return Chain("sum", before, (*clips, before), clip)
+            if self._kind(before) and self._reads_codes(before):
+                return Chain("join", before, (*clips, before), clip)
         steps: list[fx.Node] = []
         start = source
         while self._grid(start) is None:
             if self._joins_codes(start):
-                return Chain("join", start, (start, *steps))
+                return Chain("cat", start, (start, *steps))
             if not self._has_one_value(start):
                 return Chain("floats", source)
             steps.insert(0, start)
@@ -218,7 +218,12 @@ class Writer:
             return False
         return self.memory.can_wait(node.all_input_nodes[0], (node,))
 
-    def _adds_codes(self, node: fx.Node) -> bool:
+    def _kind(self, node: fx.Node) -> str | None:
+        """The operation that a node calls, if `Join` knows it."""
+        kind = operation_of(node, self.model, JOINING)
+        return kind if kind in ("add", "mul") else None
+
+    def _reads_codes(self, node: fx.Node) -> bool:
         if node.kwargs or len(node.args) != 2 or any(self._grid(each) is None for each in node.args):
             return False
         return self.memory.can_wait(node.all_input_nodes[0], (node,))
@@ -234,13 +239,13 @@ class Writer:
         chain, to = self.chains[node], self.grids[node]
         if chain.kind == "layer":
             return self._product(chain.start, chain.clip, to)
-        if chain.kind == "sum":
+        if chain.kind == "join":
             operands = [self._coded(each) for each in chain.start.args]  # type: ignore[arg-type]
             sources = [self.grids[self._grid(each)] for each in chain.start.args]  # type: ignore[index]
-            return self._call(Sum((sources[0], sources[1]), to, chain.clip), *operands)
+            return self._call(Join(str(self._kind(chain.start)), (sources[0], sources[1]), to, chain.clip), *operands)
         if chain.kind == "table":
             return self._looked_up(chain.start, chain.steps, to)
-        if chain.kind == "join":
+        if chain.kind == "cat":
             return self.graph.node_copy(chain.start, lambda x: self._looked_up(x, chain.steps[1:], to))
         return self._call(Quantize(to), self._float(chain.start))
 
@@ -271,9 +276,9 @@ class Writer:
             return False
         if any(self.memory.writers(node)):
             return False
-        splits = node.target in (*SPLITTING_FUNCTIONS, *SPLITTING_METHODS, operator.getitem)
-        moves = isinstance(module, (*DROPOUTS, *RESHAPING_MODULES, nn.ChannelShuffle))
-        return splits or moves or reshapes(node) is not None or window(node, module) is not None
+        modules = (*DROPOUTS, *RESHAPING_MODULES, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle)
+        moves = is_call(node, modules, MOVING_FUNCTIONS, PASSING_METHODS, self.model)
+        return moves or window(node, module) is not None
 
     def _moved(self, node: fx.Node) -> fx.Node:
         source, pool = node.args[0], window(node, submodule_of(self.model, node))

@@ -4,6 +4,7 @@ Each function computes in float32, in the order of operations in which layers ev
 """
 
 import ctypes
+import math
 from typing import NamedTuple
 
 import torch
@@ -134,6 +135,25 @@ def add(
         return codes
     y = (dequantize(a, numbers[0]) + dequantize(b, numbers[1])).clamp(*clip)
     return quantize(y, to)[0]
+
+
+def multiply(
+    a: Tensor, b: Tensor, numbers: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP
+) -> Tensor:
+    """The codes on the grid `to` of clamp(a * b, *clip), for codes on the grids of `numbers`, which may broadcast."""
+    if a.numel() < b.numel():
+        a, b, numbers = b, a, numbers[::-1]
+    gates, (source, _) = dequantize(b, numbers[1]), numbers
+    rows = _channels_innermost(a, 1) if a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1) and clip == NO_CLIP else None
+    if not _in_c(a) or rows is None:
+        return quantize((dequantize(a, source) * gates).clamp(*clip), to)[0]
+    codes, (images, channels, *sizes) = torch.empty_like(rows), a.shape
+    compiled().gate(
+        elements_at("codes", rows, rows, torch.uint8), numbers_at("gates", gates.contiguous(), images * channels),
+        elements_at("result", codes, rows, torch.uint8), images, Extent(math.prod(sizes), channels, 1),
+        Grid(*source.grid), Grid(*to.grid), threads_for(a.numel()),
+    )  # fmt: skip
+    return codes
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:

@@ -18,11 +18,15 @@ PASSING_MODULES = (
     nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
     nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle,
 )  # fmt: skip
+MOVING_FUNCTIONS = {
+    torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.chunk,
+    torch.split, operator.getitem, torch.channel_shuffle, torch.pixel_shuffle, torch.roll, torch.unflatten,
+    torch.swapaxes, torch.movedim, torch.select, torch.narrow, torch.clone, torch.repeat_interleave,
+}  # fmt: skip
+"""They know nothing of values, and move bytes as well."""
+
 PASSING_FUNCTIONS = {
-    F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d, F.dropout, torch.flatten, torch.reshape,
-    torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, operator.getitem,
-    torch.channel_shuffle, torch.pixel_shuffle, torch.roll, torch.unflatten, torch.swapaxes, torch.movedim,
-    torch.select, torch.narrow, torch.clone, torch.repeat_interleave,
+    F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d, F.dropout, *MOVING_FUNCTIONS,
 }  # fmt: skip
 PASSING_METHODS = {
     "flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "chunk", "split",

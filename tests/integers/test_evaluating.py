@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.ops import StochasticDepth
+from torchvision.ops import SqueezeExcitation, StochasticDepth
 
 import qat
 from qat.analysis.statistics import statistics_collected
-from qat.integers import modules
+from qat.integers import modules, products
 from qat.integers.products import Product
 from qat.kernels import plain_formulas
 from qat.kernels.cpu.compiler import library
@@ -42,7 +42,7 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=1)
         y = torch.cat([a, torch.sigmoid(self.conv(b))], dim=1)
-        return y.view(x.size(0), 2, 4, 4, 4).transpose(1, 2).reshape(x.size(0), 8, 4, 4)
+        return y.view(x.size(0), 2, 4, 4, 4).transpose(1, 2).contiguous().view(x.size(0), 8, 4, 4)
 
 
 def images(*layers: nn.Module) -> nn.Module:
@@ -55,6 +55,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "curves": lambda: images(nn.Hardswish(), nn.Conv2d(8, 8, 1), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.GELU()),
     "pools": lambda: images(nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1), nn.AvgPool2d(2)),
     "branches": lambda: images(nn.ReLU(), Branches()),
+    "squeeze": lambda: images(nn.ReLU(), SqueezeExcitation(8, 4), nn.Conv2d(8, 8, 1)),
     "depth": lambda: images(nn.ReLU(), nn.Conv2d(8, 8, 1), StochasticDepth(0.5, "row"), nn.Dropout(inplace=True)),
     "rows": lambda: nn.Sequential(nn.Flatten(2), nn.Linear(81, 16), nn.LayerNorm(16), nn.Linear(16, 4)),
     "one axis": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)),
@@ -71,6 +72,7 @@ GRIDS = {
 def either_processor(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "as it is":
         monkeypatch.setenv("QAT_PROCESSOR", request.param)
+    monkeypatch.setattr(products, "FEW", 0)  # these models are small enough for float
 
 
 def prepared(case: str = "residual", grids: str = "8 bits") -> tuple[Any, Tensor]:
@@ -97,8 +99,17 @@ STEPS = {
     "curves": ["Quantize", "Product", "Product", "Product", "Product"],
     "branches": ["Quantize", "Product", "Product", "Table", "Table", "Product"],
     "depth": ["Quantize", "Product", "Product", "Product"],
+    "squeeze": [
+        "Quantize", "Product", "AsGiven", "Dequantize", "AdaptiveAvgPool2d", "Quantize", "Product", "Product", "Join",
+        "Product", "Product",
+    ],
+}  # fmt: skip
+FLOATS = {
+    "curves": [True, True, False],
+    "branches": [False, False],
+    "depth": [True, False],
+    "squeeze": [False, True, False, False],
 }
-FLOATS = {"curves": [True, True, False], "branches": [False, False], "depth": [True, False]}
 """Whether the products before the last hand floats on."""
 
 

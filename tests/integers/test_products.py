@@ -1,5 +1,6 @@
 """Sums of products beyond what float32 holds."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,17 +13,18 @@ from qat.kernels.integers import CodeGrid, Numbers
 from qat.layers import IntegerWeight
 
 
-def test_sums_in_parts_round_once(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("channels", [1024, 4096])
+def test_sums_in_parts_round_once(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Geometry, "is_exact", lambda *unused: False)
     torch.manual_seed(0)
-    layer = qat.QuantConv2d(1024, 3, 1)
-    weight = torch.randint(90, 128, (3, 1024, 1, 1)).float()
+    layer = qat.QuantConv2d(channels, 3, 1)
+    weight = torch.randint(90, 128, (3, channels, 1, 1)).float()
     one = torch.ones(3)
     product = Product(
         layer, Geometry([1, 1], [0, 0], [1, 1], 1), IntegerWeight(weight, one, torch.zeros(3), one),
         Numbers(CodeGrid(1.0, 0.0, 0.0, 255.0)),
     )  # fmt: skip
-    codes = torch.randint(200, 256, (2, 1024, 3, 3), dtype=torch.uint8)
+    codes = torch.randint(200, 256, (2, channels, 30, 30), dtype=torch.uint8)
     sums = torch.einsum("nchw,oc->nohw", codes.double(), weight[:, :, 0, 0].double())
     assert sums.max() > EXACT and (sums % 2).any()  # so that rounding has something to do
     assert torch.equal(product(codes), sums.float())

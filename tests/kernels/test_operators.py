@@ -263,9 +263,10 @@ WINDOWS: dict[str, list[int]] = {  # kernel, stride, padding, dilation, ceil_mod
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_pools(name: str, layout: torch.memory_format, ops: Any) -> None:
+@pytest.mark.parametrize("channels", [1, 5, 24, 70])
+def test_pools(channels: int, name: str, layout: torch.memory_format, ops: Any) -> None:
     """Few levels, so that there are ties; 0 in the corners, where there is padding."""
-    codes = (draw_codes(3, 5, 11, 13) % 4).to(memory_format=layout)
+    codes = (draw_codes(2, channels, 11, 13) % 4).to(memory_format=layout)
     codes[0, :, :3, :3], codes[1, :, -4:, -4:] = 0, 255
     *window, ceil_mode = WINDOWS[name]
     wide = codes.double().contiguous().requires_grad_()  # torch's own keeps the first largest in this format

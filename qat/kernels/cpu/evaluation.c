@@ -85,3 +85,25 @@ void look_up(const uint8_t *codes, uint8_t *out, i64 n, const uint8_t *table, in
   for (i64 start = 0; start < n; start += CHUNK)
     looked_up(codes + start, out + start, table, at_most(n - start, CHUNK));
 }
+
+static void gated_row(const uint8_t *restrict codes, uint8_t *restrict out, const float *restrict gates, i64 n,
+                      Grid from, Grid to) {
+#pragma omp simd
+  for (i64 c = 0; c < n; c++) out[c] = as_code(code_of((codes[c] - from.zero) * from.step * gates[c], to));
+}
+
+/* The codes of values times one gate for each channel of an image, in one pass. Channels are innermost, `s` is an image. */
+void gate(const uint8_t *codes, const float *gates, uint8_t *out, i64 images, Extent s, Grid from, Grid to,
+          int threads) {
+  const Joined j = joined(s);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 image = 0; image < images; image++) {
+    const i64 start = image * s.outer * s.channels;
+    float *row = repeated(row_buffers(j, 1), gates + image * s.channels, s, j);
+    for (i64 k = 0; k < j.rows; k++) {
+      const i64 at = start + k * j.width;
+      gated_row(codes + at, out + at, row, length_of(j, s, k), from, to);
+    }
+    free(row);
+  }
+}

@@ -93,6 +93,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "softmax_quantize_backward": (POINTER, POINTER, POINTER, SIZE, SIZE, FLOAT, LearnedGrid, POINTER, INT),
     "requantize": (POINTER, POINTER, POINTER, POINTER, Extent, Rescaling, Grid, INT),
     "look_up": (POINTER, POINTER, SIZE, POINTER, INT),
+    "gate": (POINTER, POINTER, POINTER, SIZE, Extent, Grid, Grid, INT),
 }  # fmt: skip
 """Argument types by function. A function returns nothing unless `RESULTS` says so; None as an address is NULL."""
 
