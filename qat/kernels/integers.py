@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at
+from qat.kernels.cpu.addresses import elements_at, empty_at, is_dense, numbers_at
 from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import NO_CLIP, compiled, threads_for
 from qat.kernels.cpu.structures import Extent, Grid, LearnedGrid, Operand, Rescaling
@@ -32,7 +32,7 @@ class Numbers:
     """The numbers of a `CodeGrid` where the C kernels can read them."""
 
     def __init__(self, grid: CodeGrid) -> None:
-        self.grid = grid
+        self.grid, self.levels = grid, Grid(*grid)
         self.qparams = torch.tensor(grid[:2], dtype=torch.float32)
         self.shift = torch.tensor([1.0, grid.zero])
         self.scale, self.zero = self.qparams[:1].clone(), self.qparams[1:].clone()
@@ -56,11 +56,9 @@ def quantize(x: Tensor, numbers: Numbers) -> tuple[Tensor, bool]:
     """
     if _in_c(x) and x.dtype is torch.float32:
         x = x if is_dense(x) else x.contiguous()
-        codes, qparams = torch.empty_like(x, dtype=torch.uint8), (ctypes.c_float * 2)()
-        compiled().quantize_codes(
-            elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), numbers.learned,
-            qparams, threads_for(x.numel()),
-        )  # fmt: skip
+        given, qparams = elements_at("x", x, x), (ctypes.c_float * 2)()
+        codes, at = empty_at(x, torch.uint8)
+        compiled().quantize_codes(given, at, x.numel(), numbers.learned, qparams, threads_for(x.numel()))
         return codes, qparams[0] != qparams[0]
     v = torch.round(x.float() / numbers.grid.step) + numbers.grid.zero
     return _bytes(v, numbers.grid), not torch.compiler.is_compiling() and bool(v.isnan().any())
@@ -70,12 +68,9 @@ def dequantize(codes: Tensor, numbers: Numbers, step: bool = True) -> Tensor:
     """(codes - zero) * step in float32; without `step`, the integers codes - zero."""
     if _in_c(codes):
         codes = codes if is_dense(codes) else codes.contiguous()
-        y = torch.empty_like(codes, dtype=torch.float32)
-        qparams = numbers.qparams if step else numbers.shift
-        compiled().dequantize(
-            elements_at("codes", codes, codes, torch.uint8), elements_at("values", y, codes), y.numel(),
-            numbers_at("step and zero", qparams, 2), threads_for(y.numel()),
-        )  # fmt: skip
+        given, qparams = elements_at("codes", codes, codes, torch.uint8), numbers.qparams if step else numbers.shift
+        y, at = empty_at(codes, torch.float32)
+        compiled().dequantize(given, at, y.numel(), numbers_at("step and zero", qparams, 2), threads_for(y.numel()))
         return y
     shifted = codes.float() - numbers.grid.zero
     return shifted * numbers.grid.step if step else shifted
@@ -98,14 +93,13 @@ def requantize(
     """
     if _in_c(sums) and sums.dtype is torch.float32 and (rows := _channels_innermost(sums, axis)) is not None:
         kind = table.dtype if table is not None else torch.float32 if to is None or centered else torch.uint8
-        result = torch.empty_like(rows, dtype=kind)
-        channels, out = bias.numel(), elements_at("result", result, rows, kind)
+        given, channels, count = elements_at("sums", rows, rows), bias.numel(), rows.numel()
+        result, at = empty_at(rows, kind)
         compiled().requantize(
-            elements_at("sums", rows, rows), out if kind is torch.uint8 else None, None if kind is torch.uint8 else out,
-            None if table is None else numbers_at("table", table, 256, kind),
-            Extent(rows.numel() // channels, channels, 1),
+            given, at if kind is torch.uint8 else None, None if kind is torch.uint8 else at,
+            None if table is None else numbers_at("table", table, 256, kind), Extent(count // channels, channels, 1),
             Rescaling(numbers_at("bias", bias, channels), numbers_at("scale", scale, channels), *clip),
-            NO_GRID if to is None else Grid(*to.grid), threads_for(rows.numel()),
+            NO_GRID if to is None else to.levels, threads_for(count),
         )  # fmt: skip
         return result
     shape = [-1, *[1] * (sums.dim() - 1 - axis % sums.dim())]
@@ -123,15 +117,12 @@ def add(
 ) -> Tensor:
     """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on the grids of `numbers`."""
     if _in_c(a) and a.shape == b.shape and is_dense(a) and a.stride() == b.stride():
-        codes, unused = torch.empty_like(a), (ctypes.c_float * 2)()
         operands = [
             Operand(elements_at("an operand", x, a, torch.uint8), numbers_at("step and zero", n.qparams, 2))
             for x, n in zip((a, b), numbers, strict=True)
         ]
-        compiled().add_quantize(
-            *operands, elements_at("codes", codes, a, torch.uint8), a.numel(), to.learned, *clip, unused,
-            threads_for(a.numel()),
-        )  # fmt: skip
+        (codes, at), unused = empty_at(a, torch.uint8), (ctypes.c_float * 2)()
+        compiled().add_quantize(*operands, at, a.numel(), to.learned, *clip, unused, threads_for(a.numel()))
         return codes
     y = (dequantize(a, numbers[0]) + dequantize(b, numbers[1])).clamp(*clip)
     return quantize(y, to)[0]
@@ -147,11 +138,11 @@ def multiply(
     rows = _channels_innermost(a, 1) if a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1) and clip == NO_CLIP else None
     if not _in_c(a) or rows is None:
         return quantize((dequantize(a, source) * gates).clamp(*clip), to)[0]
-    codes, (images, channels, *sizes) = torch.empty_like(rows), a.shape
+    given, (images, channels, *sizes) = elements_at("codes", rows, rows, torch.uint8), a.shape
+    (codes, at), gates = empty_at(rows, torch.uint8), gates.contiguous()
     compiled().gate(
-        elements_at("codes", rows, rows, torch.uint8), numbers_at("gates", gates.contiguous(), images * channels),
-        elements_at("result", codes, rows, torch.uint8), images, Extent(math.prod(sizes), channels, 1),
-        Grid(*source.grid), Grid(*to.grid), threads_for(a.numel()),
+        given, numbers_at("gates", gates, images * channels), at, images, Extent(math.prod(sizes), channels, 1),
+        source.levels, to.levels, threads_for(a.numel()),
     )  # fmt: skip
     return codes
 
@@ -160,11 +151,9 @@ def look_up(codes: Tensor, table: Tensor) -> Tensor:
     """table[codes], for a table of 256 bytes."""
     if _in_c(codes):
         codes = codes if is_dense(codes) else codes.contiguous()
-        out = torch.empty_like(codes)
-        compiled().look_up(
-            elements_at("codes", codes, codes, torch.uint8), elements_at("out", out, codes, torch.uint8), codes.numel(),
-            numbers_at("table", table, 256, torch.uint8), threads_for(codes.numel()),
-        )  # fmt: skip
+        given, count = elements_at("codes", codes, codes, torch.uint8), codes.numel()
+        out, at = empty_at(codes, torch.uint8)
+        compiled().look_up(given, at, count, numbers_at("table", table, 256, torch.uint8), threads_for(count))
         return out
     return table[codes.int()]
 

@@ -47,6 +47,12 @@ def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torc
     )
 
 
+def empty_at(pattern: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """A new tensor in the memory order of one that `elements_at` took, and the address of its elements."""
+    x = torch.empty_like(pattern, dtype=dtype)
+    return x, x.data_ptr()
+
+
 def rows_at(what: str, x: Tensor, rows: int) -> int:
     """The address of a float32 tensor whose first axis is `rows` equal pieces, one after the other in memory."""
     if rows == 1 or (x.dim() and x.shape[0] == rows and x.stride(0) * rows == x.numel()):
