@@ -111,15 +111,17 @@ class Product(nn.Module):
         """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""
         geometry, (_, zero, low, high) = self.geometry, self.source.grid
         most = max(zero - low, high - zero) * int(self.weight.flatten(1).abs().sum(1, dtype=torch.int32).max())
-        parts = int(most // EXACT) + 1 if geometry.groups == 1 else 1
-        pieces = [_nearest(piece) for piece in self.weight.float().tensor_split(parts, 1)]
-        channels = -len(geometry.stride) - 1
+        parts, channels, dtype = int(most // EXACT) + 1, -len(geometry.stride) - 1, torch.float32
+        if parts > 1 and geometry.groups > 1:  # whose channels do not split
+            parts, dtype = 1, torch.float64
+        pieces = [_nearest(piece) for piece in self.weight.to(dtype).tensor_split(parts, 1)]
 
         def run(codes: Tensor) -> Tensor:
             x = codes if codes.is_floating_point() else dequantize(_nearest(codes), self.source, step=False)
+            x = x.to(dtype)
             split = zip(x.tensor_split(parts, channels), pieces, strict=True)
             first, *others = (geometry.multiply(each, piece, None) for each, piece in split)
-            return sum(others, start=first.double()).float() if others else first
+            return sum(others, start=first.double()).float() if others else first.float()
 
         return run
 

@@ -13,19 +13,20 @@ from qat.kernels.integers import CodeGrid, Numbers
 from qat.layers import IntegerWeight
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("channels", [1024, 4096])
-def test_sums_in_parts_round_once(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_parts_round_once(channels: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Geometry, "is_exact", lambda *unused: False)
     torch.manual_seed(0)
-    layer = qat.QuantConv2d(channels, 3, 1)
+    layer = qat.QuantConv2d(groups * channels, 3, 1, groups=groups)
     weight = torch.randint(90, 128, (3, channels, 1, 1)).float()
     one = torch.ones(3)
     product = Product(
-        layer, Geometry([1, 1], [0, 0], [1, 1], 1), IntegerWeight(weight, one, torch.zeros(3), one),
+        layer, Geometry([1, 1], [0, 0], [1, 1], groups), IntegerWeight(weight, one, torch.zeros(3), one),
         Numbers(CodeGrid(1.0, 0.0, 0.0, 255.0)),
     )  # fmt: skip
-    codes = torch.randint(200, 256, (2, channels, 30, 30), dtype=torch.uint8)
-    sums = torch.einsum("nchw,oc->nohw", codes.double(), weight[:, :, 0, 0].double())
+    codes = torch.randint(200, 256, (2, groups * channels, 20, 20), dtype=torch.uint8)
+    sums = torch.nn.functional.conv2d(codes.double(), weight.double(), groups=groups)
     assert sums.max() > EXACT and (sums % 2).any()  # so that rounding has something to do
     assert torch.equal(product(codes), sums.float())
 
