@@ -111,7 +111,7 @@ def _converted(evaluated: nn.Module, execution: Execution, requantize: Requantiz
         graph = integer_program(evaluated) or evaluated
     frozen = freeze(graph, ExportOperations() if exported else Operations())
     if isinstance(frozen, fx.GraphModule):
-        frozen.delete_all_unused_submodules()
+        frozen = fx.GraphModule(frozen, frozen.graph)  # which nothing of evaluation on integers looks after
         frozen = merged(frozen) if execution == "onednn" else frozen
     for name, module in list(frozen.named_modules()):
         if isinstance(module, Product):

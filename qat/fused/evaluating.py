@@ -21,6 +21,7 @@ from qat.integers.following import Follower
 from qat.integers.frozen import stored_offset
 from qat.integers.grids import shift_of
 from qat.integers.merging import merged
+from qat.integers.modules import NotANumberError
 from qat.integers.movement import rests
 from qat.integers.program import QUANTIZER, integer_program
 from qat.kernels import plain_formulas
@@ -84,9 +85,17 @@ class Evaluator:
                 return
             key, fast = f"{program.code}{evaluated.code}", merged(program)
             if key not in agreed:
-                agreed[key] = not is_wanted() or agrees(program, fast, evaluated, *_sample(evaluated, args, kwargs))
+                cause = "computed something else"
+                try:
+                    agreed[key] = not is_wanted() or agrees(program, fast, evaluated, *_sample(evaluated, args, kwargs))
+                except NotANumberError:
+                    raise
+                except (ValueError, RuntimeError) as error:
+                    with plain_formulas():
+                        evaluated(*args, **kwargs)  # which raises too if it is for the inputs, and nothing is kept
+                    agreed[key], cause = False, f"fails ({str(error).splitlines()[0]})"
                 if not agreed[key]:
-                    log.warning("evaluation runs operation by operation: its integer program computed something else")
+                    log.warning("evaluation runs operation by operation: its integer program %s", cause)
         self.program = fast if agreed[key] else None
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
@@ -140,7 +149,7 @@ def _sample(evaluated: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     lengths = {len(x) if x.dim() else 0 for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
     if len(lengths) == 1 and lengths.pop() > 1:
         first = pytree.tree_map(lambda x: x[:1] if isinstance(x, Tensor) else x, (args, kwargs))
-        with suppress(Exception):  # of the user's own code
+        with suppress(Exception), plain_formulas():  # of the user's own code
             evaluated(*first[0], **first[1])
             return cast("tuple[Args, Kwargs]", first)
     return args, kwargs

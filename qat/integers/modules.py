@@ -1,5 +1,8 @@
 """The parts of an integer program besides its products: what quantizes, dequantizes, adds, and looks up."""
 
+import math
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -7,11 +10,14 @@ from qat.kernels import integers as kernels
 from qat.kernels.dispatch import plain_here
 from qat.kernels.formulas import pools as formulas
 from qat.kernels.integers import Numbers
-from qat.kernels.operators.pools import max_pool_codes
+from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes
 
 
 class NotANumberError(ValueError):
     """A value was NaN, which no code stands for."""
+
+    def __init__(self) -> None:
+        super().__init__("a value to quantize is NaN, which no integer stands for")
 
 
 class Quantize(nn.Module):
@@ -82,7 +88,11 @@ class MaxPool(nn.Module):
         self.window = window
 
     def forward(self, codes: Tensor) -> Tensor:
-        """uint8 codes of uint8 codes, (N, C, H, W)."""
-        dense = codes.is_contiguous() or codes.is_contiguous(memory_format=torch.channels_last)
-        pool = formulas.max_pool_codes if plain_here() else max_pool_codes
-        return pool(codes if dense else codes.contiguous(), self.window)[0]
+        """uint8 codes of uint8 codes, (N, C, H, W) or (C, H, W)."""
+        if codes.dim() == 3:
+            return cast("Tensor", self(codes[None])[0])
+        if math.prod(self.window[:2]) > LARGEST_WINDOW:
+            kernel, stride, padding, dilation = (self.window[k : k + 2] for k in (0, 2, 4, 6))
+            pooled = torch.max_pool2d(codes.float(), kernel, stride, padding, dilation, bool(self.window[8]))
+            return pooled.to(torch.uint8)
+        return (formulas.max_pool_codes if plain_here() else max_pool_codes)(codes, self.window)[0]

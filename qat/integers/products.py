@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from qat.layers.function import CONVOLUTIONS
 
 EXACT = 2**24
 """Up to here float32 holds every integer."""
+
+MOST_PARTS = 8
+"""Into so many parts sums are split until float32 holds each of them; beyond, float64 is no slower."""
 
 FEW = 2**18
 """Products up to which float is faster: a call of oneDNN's integer kernels takes 50 microseconds, of its others 5."""
@@ -71,8 +74,10 @@ class Product(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Codes on the grid `to`, or floats if it is None; see `requantize` for `table` and `centered`."""
+        if codes.dim() < self.weight.dim():  # an image without a batch
+            return cast("Tensor", self(codes[None])[0])
         sums = self.exact_sums(codes) if self.exact else self._fast_sums(codes)
-        axis = sums.dim() + 1 - self.weight.dim()  # images may lack a batch
+        axis = -1 if self.weight.dim() == 2 else 1
         return requantize(sums, self.bias, self.scale, axis, self.clip, self.grid, self.table, self.centered)
 
     def multiplies_integers(self) -> bool:
@@ -99,9 +104,7 @@ class Product(nn.Module):
         packed = onednn.PackedWeight(weight, int(self.source.grid.zero), *(geometry if geometry.stride else ()))
 
         def run(codes: Tensor) -> Tensor:
-            if not geometry.stride:
-                return packed.sums(codes)
-            return packed.sums(_nearest(codes)) if codes.dim() == 4 else packed.sums(codes[None])[0]
+            return packed.sums(_nearest(codes) if geometry.stride else codes)
 
         most = FEW // weight.numel() * weight.shape[1] if geometry.groups == 1 else 0
         in_float = functools.cache(self._in_float)
@@ -110,16 +113,19 @@ class Product(nn.Module):
     def _in_float(self) -> Callable[[Tensor], Tensor]:
         """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""
         geometry, (_, zero, low, high) = self.geometry, self.source.grid
-        most = max(zero - low, high - zero) * int(self.weight.flatten(1).abs().sum(1, dtype=torch.int32).max())
-        parts, channels, dtype = int(most // EXACT) + 1, -len(geometry.stride) - 1, torch.float32
-        if parts > 1 and geometry.groups > 1:  # whose channels do not split
-            parts, dtype = 1, torch.float64
-        pieces = [_nearest(piece) for piece in self.weight.to(dtype).tensor_split(parts, 1)]
+        reach, channels, dtype = max(zero - low, high - zero), -len(geometry.stride) - 1, torch.float32
+        for parts in range(1, MOST_PARTS + 1 if geometry.groups == 1 else 2):  # the channels of groups do not split
+            pieces = self.weight.int().tensor_split(parts, 1)
+            if all(reach * int(piece.flatten(1).abs().sum(1).max()) <= EXACT for piece in pieces):
+                break
+        else:
+            parts, pieces, dtype = 1, (self.weight,), torch.float64
+        weights = [_nearest(piece.to(dtype)) for piece in pieces]
 
         def run(codes: Tensor) -> Tensor:
             x = codes if codes.is_floating_point() else dequantize(_nearest(codes), self.source, step=False)
             x = x.to(dtype)
-            split = zip(x.tensor_split(parts, channels), pieces, strict=True)
+            split = zip(x.tensor_split(parts, channels), weights, strict=True)
             first, *others = (geometry.multiply(each, piece, None) for each, piece in split)
             return sum(others, start=first.double()).float() if others else first.float()
 

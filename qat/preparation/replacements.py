@@ -58,13 +58,14 @@ def may_write(module: nn.Module | None) -> bool:
 
 
 def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
-    """Names and values of the numbers, strings and flags that somebody set on a module."""
+    """Names and values of the numbers, strings and flags that somebody set on a module, and tuples of them."""
     plain = (int, float, str, bool, type(None))
     return [
         (key, value)
         for key, value in vars(module).items()
-        if isinstance(value, plain) and key not in ("training", "shape_env") and not key.startswith("_")
-    ]
+        if all(isinstance(each, plain) for each in (value if isinstance(value, tuple) else (value,)))
+        and key not in ("training", "shape_env") and not key.startswith("_")
+    ]  # fmt: skip
 
 
 class ModuleSnapshot:

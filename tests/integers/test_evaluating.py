@@ -233,10 +233,11 @@ def test_the_values_are_those_of_plain_evaluation(case: str, grids: str) -> None
         ),
         lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 2)),
         lambda model: qat.disable_fake_quant(model),
+        lambda model: setattr(model[0], "padding", (1, 1)),
         lambda model: model[0].register_forward_hook(lambda module, args, y: y + 1),
         lambda model: model[1].running_mean.add_(1),
     ],
-    ids=["in place", "data", "state dict", "parameter", "switch", "hook", "statistics"],
+    ids=["in place", "data", "state dict", "parameter", "switch", "padding", "hook", "statistics"],
 )
 def test_a_changed_model_answers_as_it_is_now(change: Callable[[Any], object]) -> None:
     model, x = prepared()
@@ -258,17 +259,30 @@ def test_nan_in_gives_nan_out() -> None:
     assert torch.equal(found.isnan(), plainly(model, x).isnan())
 
 
+def failing(*given: object) -> Tensor:
+    raise RuntimeError("no memory\nfor this")
+
+
+ADD = modules.kernels.add
+
+
+@pytest.mark.parametrize(
+    "add, said",
+    [(lambda *given: ADD(*given).clamp(min=1), "computed something else"), (failing, "fails (no memory)")],
+    ids=["other codes", "an error"],
+)
 def test_a_program_that_computes_something_else_does_not_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    add: Callable[..., Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, x = prepared()
-    kernel = modules.kernels.add
-    monkeypatch.setattr(modules.kernels, "add", lambda *given: kernel(*given).clamp(min=1))
+    monkeypatch.setattr(modules.kernels, "add", add)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "qat"):
-        found = model(x)
-    assert torch.equal(found, plainly(model, x))
+        with pytest.raises(RuntimeError):
+            model(x[:, :2])  # the model's own words, after which nothing is decided
+        for _ in range(2):
+            assert torch.equal(model(x), plainly(model, x))
     assert program_of(model) is None
-    assert "its integer program computed something else" in caplog.text
+    assert caplog.messages == [f"evaluation runs operation by operation: its integer program {said}"]
 
 
 def test_with_gradients_the_model_itself_runs() -> None:

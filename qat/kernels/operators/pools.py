@@ -18,7 +18,7 @@ LARGEST_WINDOW = 256
 @operator(formulas.max_pool_codes)
 def max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
     """The largest code of every window and its place in the window."""
-    sizes = formulas.pooled_sizes(codes, window)
+    codes, sizes = codes.contiguous(memory_format=formulas.layout_of(codes)), formulas.pooled_sizes(codes, window)
     out = torch.empty((*codes.shape[:2], *sizes), dtype=torch.uint8, memory_format=formulas.layout_of(codes))
     where, nearest = torch.empty_like(out), int(not codes.is_contiguous())
     compiled().max_pool(

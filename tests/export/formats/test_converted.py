@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import qat
-from tests.integers.test_evaluating import CASES, plainly, prepared
+from tests.integers.test_evaluating import CASES, plainly, prepared, program_of
 
 
 @pytest.mark.parametrize("execution", ["onednn", "reference"])
@@ -23,6 +23,38 @@ def test_the_integers_are_those_of_evaluation(case: str, execution: Any) -> None
     assert not any(isinstance(module, qat.Quantizer) for module in converted.modules())
     large = [name for name, held in converted.state_dict().items() if held.is_floating_point() and held.dim() > 1]
     assert not large
+
+
+@pytest.mark.parametrize("processor", [None, "no-vnni"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 80, 3)],
+        lambda: [nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 1)],
+        lambda: [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(17, 1, 8), nn.Conv2d(16, 4, 1)],
+        lambda: [nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)],
+    ],
+    ids=["images", "series", "large windows", "rows"],
+)
+@pytest.mark.parametrize("axes", ["batch", "one"])
+def test_one_sample_without_a_batch(
+    layers: Any, axes: str, processor: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if processor:
+        monkeypatch.setenv("QAT_PROCESSOR", processor)
+    torch.manual_seed(0)
+    net = nn.Sequential(*layers()).eval()
+    x = torch.randn({nn.Linear: (2, 16), nn.Conv1d: (2, 3, 16)}.get(type(net[0]), (2, 3, 16, 16)))
+    x = x[0] if axes == "one" else x
+    model: Any = qat.prepare(net, example_inputs=x)
+    qat.calibrate(model, [x])
+    expected = plainly(model.eval(), x)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+        assert torch.allclose(qat.convert(model, "export")(x), expected, atol=1e-5)
+    assert program_of(model) is not None
+    assert torch.equal(qat.convert(model)(x), expected)
+    assert torch.equal(qat.convert(model, "reference")(x), expected)
 
 
 LOADED = """
