@@ -156,7 +156,8 @@ def _trained(name: str) -> str:
     rows = [each for each in trained() if each["row"] == name]
     if not rows:
         return "not run"
-    return f"{np.mean([each['qat'] for each in rows]):.1f} %, {max(each['seconds'] for each in rows) / 60:.0f} min"
+    seconds = np.median([each["seconds"] for each in rows])  # resumed runs count too little, disturbed ones too much
+    return f"{np.mean([each['qat'] for each in rows]):.1f} %, {seconds / 60:.0f} min"
 
 
 def _means(grid: str) -> dict[str, tuple[float, float]]:
