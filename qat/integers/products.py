@@ -114,12 +114,13 @@ class Product(nn.Module):
         """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""
         geometry, (_, zero, low, high) = self.geometry, self.source.grid
         reach, channels, dtype = max(zero - low, high - zero), -len(geometry.stride) - 1, torch.float32
+        weight = self.weight.int()
         for parts in range(1, MOST_PARTS + 1 if geometry.groups == 1 else 2):  # the channels of groups do not split
-            pieces = self.weight.int().tensor_split(parts, 1)
+            pieces = weight.tensor_split(parts, 1)
             if all(reach * int(piece.flatten(1).abs().sum(1).max()) <= EXACT for piece in pieces):
                 break
         else:
-            parts, pieces, dtype = 1, (self.weight,), torch.float64
+            parts, pieces, dtype = 1, (weight,), torch.float64
         weights = [_nearest(piece.to(dtype)) for piece in pieces]
 
         def run(codes: Tensor) -> Tensor:
