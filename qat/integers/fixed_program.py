@@ -51,7 +51,9 @@ class FixedWriter(Writer):
     """Every quantizer becomes one step in fixed point, with the operation before it."""
 
     product = FixedProduct
-    _as_given = Writer._float  # averages are integers here
+
+    def _as_given(self, averaged: Any, node: fx.Node) -> fx.Node:
+        return self._float(node)  # averages are integers here
 
     def _chain(self, quantizer: fx.Node) -> Chain:
         chain = super()._chain(quantizer)
@@ -78,7 +80,7 @@ class FixedWriter(Writer):
         """An average pool of images as a module; None if margins do not count, or windows differ."""
         made: dict[Any, Any] = {F.avg_pool2d: nn.AvgPool2d, F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d}
         pool: Any = nn.AdaptiveAvgPool2d(1) if averages_pixels(node) else submodule_of(self.model, node)
-        if node.target in made:
+        if node.target in made and len(node.all_input_nodes) == 1:
             pool = made[node.target](*node.args[1:], **node.kwargs)
         if type(pool) is nn.AvgPool2d:
             counts = pool.count_include_pad or pool.padding in (0, (0, 0), [0, 0])

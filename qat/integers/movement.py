@@ -64,10 +64,10 @@ def window(node: fx.Node, module: Any) -> Window | None:
     """The sizes of a max pool of images; None for any other node."""
     if type(module) is nn.MaxPool2d:
         return window_of(module)
-    if node.target in (F.max_pool2d, torch.max_pool2d):
+    if node.target in (F.max_pool2d, torch.max_pool2d) and len(node.all_input_nodes) == 1:  # sizes are known
         names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
         given: dict[str, Any] = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-        with suppress(TypeError):  # sizes that are known at run time only, or other arguments
+        with suppress(TypeError):  # other arguments
             return window_of(nn.MaxPool2d(**given))
     return None
 

@@ -6,6 +6,7 @@ computes in float between `Dequantize` and `Quantize`, as the model does.
 """
 
 import operator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,11 +30,12 @@ from qat.preparation.operations import (
     PASSING_METHODS,
     grid_of,
     is_relu,
+    is_split,
     operation_of,
     passes_grid,
 )
 from qat.tracing.in_place import Memory, drop_unread
-from qat.tracing.nodes import constant_values, is_call, submodule_of
+from qat.tracing.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
 
 CURVES = ("sigmoid", "tanh", "hardsigmoid", "hardswish", "silu", "gelu", "elu", "mish", "leaky_relu")
 """Functions of one value."""
@@ -108,8 +110,10 @@ class Writer:
         return fx.GraphModule(program, program.graph)  # it takes what is named alone, and changes no shared module
 
     def _grid(self, node: Any) -> fx.Node | None:
-        """The quantizer on whose grid a tensor lies, if it has codes."""
-        found = grid_of(node, self.model) if isinstance(node, fx.Node) else None
+        """The quantizer on whose grid a tensor, or what splits one, lies, if it has codes."""
+        if not isinstance(node, fx.Node) or (node.meta.get(FACTS, ()) is None and not is_split(node, self.model)):
+            return None
+        found = grid_of(node, self.model)
         return found if found in self.grids else None
 
     def _takes_codes(self, node: fx.Node) -> bool:
@@ -154,14 +158,16 @@ class Writer:
         if asks_for_shape(node) and node.args[1:] != ("dtype",):  # codes are bytes
             read = self._shape
         elif operation_of(node, self.model, AVERAGING) or operation_of(node, self.model, NONLINEAR) in NORMS:
-            read = self._as_given
+            read = partial(self._as_given, given_by_name(node, ("input",)).get("input"))
         copy = self.graph.node_copy(node, read)
         if node.op == "call_method" and node.target == "view" and not isinstance(node.args[1], torch.dtype):
             copy.target = "reshape"  # the memory format may be another one
         return copy
 
-    def _as_given(self, node: fx.Node) -> fx.Node:
-        """The node's floats for a sum over pixels: torch adds them in the order of their memory, as the model does."""
+    def _as_given(self, averaged: Any, node: fx.Node) -> fx.Node:
+        """Floats for a sum over pixels: torch adds them in the order of their memory, as the model does."""
+        if node is not averaged:  # a size, or a weight
+            return self._float(node)
         given, grid = next(iter(self.graph.nodes)), self._grid(node)
         if grid is None:
             return self._call(AsGiven(), self._float(node), given)

@@ -34,11 +34,10 @@ PASSING_METHODS = {
     "repeat_interleave",
 }  # fmt: skip
 
-SPLITTING_FUNCTIONS = {torch.chunk, torch.split}
-SPLITTING_METHODS = {"chunk", "split"}
-
 Calls = tuple[tuple[type[nn.Module], ...], set[Any], set[str]]
 """Modules, functions and tensor methods that do the same."""
+
+SPLITTING: Calls = ((), {torch.chunk, torch.split}, {"chunk", "split"})
 
 PRODUCTS: Calls = (
     (),
@@ -128,9 +127,14 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
         if several or isinstance(index, (int, str)):
             # One of several results. They share a grid only after a split; otherwise they are different tensors. An
             # index into a tensor counts too: the q, k and v of one projection get a grid each.
-            splits = ((), SPLITTING_FUNCTIONS, SPLITTING_METHODS)
-            return isinstance(source, fx.Node) and is_call(source, *splits, graph_module)
+            return isinstance(source, fx.Node) and is_call(source, *SPLITTING, graph_module)
     return is_call(node, PASSING_MODULES, PASSING_FUNCTIONS, PASSING_METHODS, graph_module)
+
+
+def is_split(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    """Whether an operation splits a tensor, and its pieces alone are read, one by one."""
+    pieces = (user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
+    return is_call(node, *SPLITTING, graph_module) and all(pieces)
 
 
 def _pads_with_zero(node: fx.Node) -> bool:

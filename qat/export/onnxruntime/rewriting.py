@@ -10,16 +10,9 @@ from torch import fx, nn
 from qat.export.onnx.operators import GlobalAveragePool, OnnxOperations
 from qat.integers.freezing import replace_call
 from qat.integers.frozen import FrozenQuantizer, stored_offset
-from qat.preparation.operations import (
-    AVERAGING,
-    SPLITTING_FUNCTIONS,
-    SPLITTING_METHODS,
-    grid_of,
-    operation_of,
-    passes_grid,
-)
+from qat.preparation.operations import AVERAGING, grid_of, operation_of, passes_grid
 from qat.quantizer import Quantizer
-from qat.tracing.nodes import constant_nodes, dimensions, submodule_of
+from qat.tracing.nodes import FACTS, constant_nodes, dimensions, submodule_of
 
 NOT_PROPAGATED = {
     F.pad, F.adaptive_max_pool2d, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
@@ -66,7 +59,7 @@ def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
     These are the operations in `NOT_PROPAGATED`, and for a grid in int8 also max pooling and reshaping: there ONNX
     Runtime 1.31 writes a zero point of the wrong type and then refuses its own graph.
     """
-    if not passes_grid(node, model) or node.target in SPLITTING_FUNCTIONS | SPLITTING_METHODS:
+    if not passes_grid(node, model) or node.meta.get(FACTS, ()) is None:  # the pieces of a split are stated each
         return None
     source = grid_of(node, model)
     if source is None:
