@@ -137,13 +137,13 @@ def warn_of_float_results(model: nn.Module) -> None:
 
 
 def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
-    """Warn of hooks on layers, quantizers and graphs: what is written as integers does not call them."""
+    """Warn of hooks and patched methods: what is made of integers does not call them."""
     written = (QuantLayer, Quantizer, PreparedGraph)
     watched = [name or type(model).__name__ for name, module in model.named_modules()
                if isinstance(module, written) and is_watched(module)]  # fmt: skip
     if watched:
         warnings.warn(
-            f"{caller}: hooks and patched forwards of {', '.join(watched[:5])} are not in the file; it computes"
-            " what the model does without them",
+            f"{caller}: hooks and patched methods of {', '.join(watched[:5])} are left out; what is made of integers"
+            " computes what the model does without them",
             stacklevel=3,
         )

@@ -5,13 +5,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from qat.export.checks import check_exportable
+from qat.export.checks import check_exportable, warn_of_hooks
+from qat.functional.tensors import require_floating
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy
 from qat.integers.fixed_program import fixed_program
 from qat.integers.freezing import freeze
 from qat.integers.frozen import FreezingError, FrozenLayer, FrozenQuantizer, Operations
 from qat.integers.merging import merged
+from qat.integers.modules import NotANumberError
 from qat.integers.products import Product
 from qat.integers.program import integer_program
 from qat.kernels import plain_formulas
@@ -95,6 +97,7 @@ def convert(model: nn.Module, execution: Execution = "onednn", requantize: Requa
     inside = wrapped(model)
     model = model if inside is None else inside[1]
     check_exportable(model, "convert")
+    warn_of_hooks(model, "convert")
     try:
         with torch.inference_mode(False), torch.no_grad():
             return IntegerModel(_converted(evaluation_copy(model), execution, requantize), execution)
@@ -109,7 +112,7 @@ def _converted(evaluated: nn.Module, execution: Execution, requantize: Requantiz
         graph = fixed_program(evaluated)
     elif isinstance(evaluated, fx.GraphModule) and not exported:
         graph = integer_program(evaluated) or evaluated
-    frozen = freeze(graph, ExportOperations() if exported else Operations())
+    frozen = freeze(graph, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):
         frozen = fx.GraphModule(frozen, frozen.graph)  # which nothing of evaluation on integers looks after
         frozen = merged(frozen) if execution == "onednn" else frozen
@@ -124,6 +127,20 @@ def _converted(evaluated: nn.Module, execution: Execution, requantize: Requantiz
             parameters_of(module.twin).clear()  # its float weight and quantizers compute nothing any more
             children_of(module.twin).clear()
     return frozen
+
+
+class IntegerOperations(Operations):
+    """As evaluation computes: to the bit, and NaN is refused, for which there is no integer."""
+
+    sums_integers = True
+
+    def quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
+    ) -> Tensor:
+        """clamp(round(x / scale) + zero_point, *bounds)."""
+        if not torch.compiler.is_compiling() and bool(require_floating(x, quantizer).isnan().any()):
+            raise NotANumberError(quantizer)
+        return super().quantize(x, scale, zero_point, bounds, quantizer)
 
 
 class ExportOperations(Operations):

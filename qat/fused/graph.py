@@ -171,8 +171,10 @@ class FusedGraph(PreparedGraph):
     def train(self, mode: bool = True) -> "Self":
         """Derive the fused graph when training begins: torch.compile can only run a graph that exists already."""
         model = super().train(mode)
-        if mode and not self._is_meta_only():
-            self._derive()
+        if mode:
+            self._engine_state.evaluator = None  # a step may write through `.data`, which nothing counts
+            if not self._is_meta_only():
+                self._derive()
         return model
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FusedForward | None:

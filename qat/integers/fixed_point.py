@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.functional.tensors import require_floating
 from qat.integers.modules import Quantize
 from qat.integers.products import Product
 from qat.kernels.cpu.quantizers import NO_CLIP
@@ -96,7 +97,7 @@ class FixedQuantize(Quantize):
     def forward(self, x: Tensor) -> Tensor:
         """uint8 codes of floats."""
         step = self.grid.grid.step
-        return super().forward(rounded(x.float() / step) * step)
+        return super().forward(rounded(require_floating(x, self.name).float() / step) * step)
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class FixedWriter(Writer):
         if chain.kind == "table":
             return self._call(Table(self._table(chain, to)), self._coded(chain.start))
         if chain.kind == "floats":
-            return self._call(FixedQuantize(to), self._float(chain.start))
+            return self._call(FixedQuantize(to, self.names[node]), self._float(chain.start))
         if chain.kind == "layer":
             return super()._quantized(node)
         return self._operation(chain, to)

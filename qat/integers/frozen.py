@@ -29,6 +29,9 @@ class Operations:
     float_biases = False
     """Whether biases are stored as the floats that they stand for."""
 
+    sums_integers = False
+    """Whether layers compute as evaluation does, and not on dequantized operands, which runtimes fuse."""
+
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
     ) -> Tensor:
@@ -176,7 +179,7 @@ class FrozenLayer(nn.Module):
         self.bias = nn.Buffer(bias * self.bias_scale if operations.float_biases else bias)
 
     def forward(self, x: Tensor, *operands: Any, **options: Any) -> Tensor:
-        """The float operation on dequantized operands, which runtimes fuse into an integer one.
+        """The operation on dequantized operands, or on integers.
 
         Args:
             x: the input.
@@ -187,6 +190,13 @@ class FrozenLayer(nn.Module):
         if self.grids:
             x, *rest = (grid(tensor) for grid, tensor in zip(self.grids, (x, *others), strict=True))
             others = tuple(rest)
+        if self.operations.sums_integers:
+            codes = self.twin.channels_first(self.weight) if self.in_torch_layout else self.weight
+            integers = IntegerWeight(codes, self.weight_scale, self.bias, self.bias_scale)
+            step, *steps = (scale for scale, _ in self.input_qparams)
+            if others:
+                options["other"] = (others[0].double() / steps[0]).round()
+            return self.twin.integer_forward(x, integers, step, **options)
         weight = self.operations.dequantize(
             self.weight, self.weight_scale, self.weight_zero_point, int(self.in_torch_layout), self.layer_name
         )

@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from qat.functional.tensors import require_floating
 from qat.kernels import integers as kernels
 from qat.kernels.dispatch import plain_here
 from qat.kernels.formulas import pools as formulas
@@ -14,24 +15,27 @@ from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes
 
 
 class NotANumberError(ValueError):
-    """A value was NaN, which no code stands for."""
+    """A value for a quantizer was NaN, which no code stands for."""
 
-    def __init__(self) -> None:
-        super().__init__("a value to quantize is NaN, which no integer stands for")
+    def __init__(self, quantizer: str) -> None:
+        super().__init__(f"{quantizer!r} is given NaN, which no integer stands for")
 
 
 class Quantize(nn.Module):
-    """clamp(round(x / step) + zero, low, high); raises NotANumberError."""
+    """clamp(round(x / step) + zero, low, high); raises NotANumberError, and TypeError for what is not floating.
 
-    def __init__(self, to: Numbers) -> None:
+    `name`: of the quantizer.
+    """
+
+    def __init__(self, to: Numbers, name: str = "") -> None:
         super().__init__()
-        self.grid = to
+        self.grid, self.name = to, name
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 codes of floats."""
-        codes, has_nan = kernels.quantize(x, self.grid)
+        codes, has_nan = kernels.quantize(require_floating(x, self.name), self.grid)
         if has_nan:
-            raise NotANumberError
+            raise NotANumberError(self.name)
         return codes
 
 

@@ -1,6 +1,7 @@
 """`Product`: a convolution or linear layer on codes. Its sums are exact; bias, clip and grid follow in one pass."""
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,8 +14,11 @@ from qat.kernels.dispatch import uses_formulas
 from qat.kernels.formulas.products import integer_sums
 from qat.kernels.geometry import LINEAR, MOST_INPUTS, Geometry
 from qat.kernels.integers import Numbers, dequantize, requantize
-from qat.layers import IntegerWeight, QuantFunction, QuantLayer
+from qat.layers import IntegerWeight, QuantFunction, QuantLayer, QuantLinear
+from qat.layers.conv import QuantConvolution
 from qat.layers.function import CONVOLUTIONS
+
+log = logging.getLogger("qat")
 
 EXACT = 2**24
 """Up to here float32 holds every integer."""
@@ -22,12 +26,21 @@ EXACT = 2**24
 MOST_PARTS = 8
 """Into so many parts sums are split until float32 holds each of them; beyond, float64 is no slower."""
 
+OWN = {
+    None, QuantConvolution.operate, QuantLinear.operate, QuantFunction.operate,
+    *(kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+}  # fmt: skip
+"""The methods by which layers compute; a twin of one's own may have others."""
+
 FEW = 2**18
 """Products up to which float is faster: a call of oneDNN's integer kernels takes 50 microseconds, of its others 5."""
 
 
 def geometry_of(layer: Any) -> Geometry | None:
-    """The geometry of a layer; None if it is no convolution or linear layer, or not padded with a number of zeros."""
+    """The geometry of a layer; None if it computes anything else than a convolution or product with zero padding."""
+    methods = {getattr(type(layer), name, None) for name in ("operate", "_conv_forward")}
+    if not methods <= OWN or layer.__dict__.keys() & {"operate", "_conv_forward"}:
+        return None
     if isinstance(layer, QuantFunction):
         axes = CONVOLUTIONS.index(layer.function) + 1 if layer.function in CONVOLUTIONS else 0
         return Geometry.of(axes, **layer.options) if axes else LINEAR
@@ -35,13 +48,17 @@ def geometry_of(layer: Any) -> Geometry | None:
         return LINEAR
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or layer.padding_mode != "zeros":
         return None
-    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups)
+    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups, layer.kernel_size)
 
 
 class Sums:
-    """How a product's integers are summed on this machine, prepared at the first call; copies begin without."""
+    """How a product's integers are summed on this machine, prepared at the first call; copies begin without.
+
+    `proven`: whether oneDNN's sums were those of the formula, on the first codes that it got.
+    """
 
     run: Callable[[Tensor], Tensor] | None = None
+    proven = False
 
     def __reduce__(self) -> tuple[type["Sums"], tuple[()]]:
         return Sums, ()
@@ -103,12 +120,22 @@ class Product(nn.Module):
             return self._in_float()
         packed = onednn.PackedWeight(weight, int(self.source.grid.zero), *(geometry if geometry.stride else ()))
 
-        def run(codes: Tensor) -> Tensor:
-            return packed.sums(_nearest(codes) if geometry.stride else codes)
-
         most = FEW // weight.numel() * weight.shape[1] if geometry.groups == 1 else 0
         in_float = functools.cache(self._in_float)
-        return lambda codes: in_float()(codes) if codes.numel() <= most else run(codes)
+
+        def run(codes: Tensor) -> Tensor:
+            if codes.numel() <= most or geometry.misses(codes.shape, weight.shape):
+                return in_float()(codes)
+            sums = packed.sums(_nearest(codes) if geometry.stride else codes)
+            if not self.sums.proven and not torch.compiler.is_compiling():
+                self.sums.proven = torch.equal(sums[:1], self._in_float()(codes[:1]))
+                if not self.sums.proven:
+                    log.warning("oneDNN sums up a product of %s wrongly; it runs in float", tuple(weight.shape))
+                    self.sums.run = in_float()
+                    return self.sums.run(codes)
+            return sums
+
+        return run
 
     def _in_float(self) -> Callable[[Tensor], Tensor]:
         """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""

@@ -253,7 +253,7 @@ class Writer:
             return self._looked_up(chain.start, chain.steps, to)
         if chain.kind == "cat":
             return self.graph.node_copy(chain.start, lambda x: self._looked_up(x, chain.steps[1:], to))
-        return self._call(Quantize(to), self._float(chain.start))
+        return self._call(Quantize(to, self.names[node]), self._float(chain.start))
 
     def _looked_up(self, node: fx.Node, steps: tuple[fx.Node, ...], to: Numbers) -> fx.Node:
         """The codes of a function of a tensor, from those for each of the 256 codes that it reads."""

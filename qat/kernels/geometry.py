@@ -39,12 +39,21 @@ class Geometry(NamedTuple):
     groups: int
 
     @classmethod
-    def of(cls, axes: int, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> "Geometry | None":
-        """That of torch's arguments, each a number or one for every axis; None if the padding is a word."""
+    def of(
+        cls, axes: int, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, kernel: Any = ()
+    ) -> "Geometry | None":
+        """That of torch's arguments, each a number or one for every axis.
+
+        None if the padding is a word that means no number: "same" around an even kernel, or one that is not known.
+        """
+        spread = [dilation] * axes if isinstance(dilation, int) else list(dilation)
         if isinstance(padding, str):
-            return None
-        sizes = [[size] * axes if isinstance(size, int) else list(size) for size in (stride, padding, dilation)]
-        return cls(sizes[0], sizes[1], sizes[2], groups)
+            margins = [each * (size - 1) for each, size in zip(spread, kernel, strict=False)]
+            if padding == "same" and (not margins or any(margin % 2 for margin in margins)):
+                return None
+            padding = [margin // 2 for margin in margins] if padding == "same" else 0
+        steps, padded = ([size] * axes if isinstance(size, int) else list(size) for size in (stride, padding))
+        return cls(steps, padded, spread, groups)
 
     def packed(self) -> list[int]:
         """All numbers in one list, for an operator."""
@@ -84,6 +93,8 @@ class Geometry(NamedTuple):
             return f"float is faster for sums of fewer than {fewest} products, here {inputs}"
         if x is None:
             return None
+        if self.misses(x, weight):
+            return "a window of it lies in the padding alone, which oneDNN sums up wrongly"
         size, smallest = math.prod(x) * copies, SMALLEST_IN_GROUPS if kind == "grouped" else 0
         if kind == "depthwise":
             smallest = SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE
@@ -108,6 +119,18 @@ class Geometry(NamedTuple):
         """Whether this machine computes integer products of this kind exactly."""
         kind = self.kind(weight)
         return kind is not None and onednn.are_exact(kind)
+
+    def misses(self, x: torch.Size, weight: torch.Size) -> bool:
+        """Whether a window reads nothing but padding."""
+        axes = zip(x[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True) if self.stride else ()
+        for size, kernel, step, pad, spread in axes:
+            reach = spread * (kernel - 1) + 1
+            if pad >= reach:
+                return True
+            firsts = range(-pad, size + pad - reach + 1, step) if spread > size else ()  # only then may it step over
+            if any(all(not 0 <= at < size for at in range(first, first + reach, spread)) for first in firsts):
+                return True
+        return False
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product in float."""

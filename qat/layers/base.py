@@ -115,7 +115,8 @@ class QuantLayer(QuantTwin):
         if floats or input_quantizer is None or not self._runs_on_integers(input_quantizer):
             y = self.operate(x, self.quantized(weight), bias, **options)
             return y if norm is None else norm(y)
-        return self._integer_forward(x, self.integers(input_quantizer, norm, weight, bias), input_quantizer, **options)
+        integers, step = self.integers(input_quantizer, norm, weight, bias), input_quantizer.grid()[0]
+        return self.integer_forward(x, integers, step, **options)
 
     def quantized(self, weight: Tensor) -> Tensor:
         """The weight on its grid, in torch's layout."""
@@ -152,17 +153,15 @@ class QuantLayer(QuantTwin):
     def _runs_on_integers(self, input_quantizer: Quantizer) -> bool:
         return input_quantizer.has_integers and self.weight_quantizer.has_integers
 
-    def _integer_forward(
-        self, x: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, **options: Any
-    ) -> Tensor:
-        """y = (operate(x_codes - zero_point, codes) + bias_codes) * accumulator_scale.
+    def integer_forward(self, x: Tensor, integers: IntegerWeight, step: Tensor, **options: Any) -> Tensor:
+        """y = (operate(x / step, codes) + bias_codes) * accumulator_scale, for x on a grid of this step.
 
         The codes are integers in float32. Sums up to 2^24 are exact in any order. Larger sums have a relative error of
         2^-24, far less than the level to which they are rounded next.
         """
         with exact_arithmetic(x.device):
             wide = torch.promote_types(x.dtype, self.sum_dtype)
-            x_codes = with_strides_of(x, round_ste(x.to(wide) / input_quantizer.grid()[0]))
+            x_codes = with_strides_of(x, round_ste(x.to(wide) / step))
             codes = self.torch_layout(integers.codes.to(wide))
             total = self.operate(x_codes, codes, None, **options) + self.per_channel(integers.bias_codes, codes)
             return (total * self.per_channel(integers.accumulator_scale, codes)).to(x.dtype)

@@ -82,7 +82,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
             return self.operate(x1, self.quantized(weight), self.bias, x2)
         integers = self.integers(input_quantizer, None, weight, self.bias, other_quantizer)
         other = round_ste(x2.double() / other_quantizer.grid()[0])
-        return self._integer_forward(x1, integers, input_quantizer, other=other)
+        return self.integer_forward(x1, integers, input_quantizer.grid()[0], other=other)
 
     def operate(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor

@@ -37,8 +37,8 @@ class StepProduct(QuantFunction):
             self.fit_weight(weight)
         input_quantizer = self.input_quantizer
         if input_quantizer is not None and not self.training and self._runs_on_integers(input_quantizer):
-            integers = self.integers(input_quantizer, None, weight, bias)
-            return lambda x: self._integer_forward(input_quantizer(x), integers, input_quantizer)
+            integers, step = self.integers(input_quantizer, None, weight, bias), input_quantizer.grid()[0]
+            return lambda x: self.integer_forward(input_quantizer(x), integers, step)
         quantized = self.quantized(weight)
         return lambda x: self.operate(x if input_quantizer is None else input_quantizer(x), quantized, bias)
 

@@ -58,6 +58,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "squeeze": lambda: images(nn.ReLU(), SqueezeExcitation(8, 4), nn.Conv2d(8, 8, 1)),
     "depth": lambda: images(nn.ReLU(), nn.Conv2d(8, 8, 1), StochasticDepth(0.5, "row"), nn.Dropout(inplace=True)),
     "rows": lambda: nn.Sequential(nn.Flatten(2), nn.Linear(81, 16), nn.LayerNorm(16), nn.Linear(16, 4)),
+    "words": lambda: images(nn.ReLU(), nn.Conv2d(8, 8, 3, padding="same"), nn.Conv2d(8, 4, (1, 2), padding="valid")),
+    "wide": lambda: nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 16, 3, padding=3), nn.Conv2d(16, 4, 3, 2, 3)),
     "one axis": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)),
 }
 
@@ -283,6 +285,40 @@ def test_a_program_that_computes_something_else_does_not_run(
             assert torch.equal(model(x), plainly(model, x))
     assert program_of(model) is None
     assert caplog.messages == [f"evaluation runs operation by operation: its integer program {said}"]
+
+
+def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The self-check's single sample may be multiplied in float: each product proves its own kernel."""
+    sums = products.onednn.PackedWeight.sums
+    monkeypatch.setattr(products.onednn.PackedWeight, "sums", lambda packed, codes: sums(packed, codes) + 1)
+    made = next(each for each in qat.convert(prepared()[0]).modules() if isinstance(each, Product))
+    codes = torch.randint(0, 256, (4, 3, 65, 65), dtype=torch.uint8)
+    with caplog.at_level(logging.WARNING, "qat"):
+        assert torch.equal(made._fast_sums(codes), made.exact_sums(codes).float())
+    if made.multiplies_integers():
+        assert caplog.messages == ["oneDNN sums up a product of (8, 3, 3, 3) wrongly; it runs in float"]
+
+
+def test_writes_through_data_are_noticed_behind_training() -> None:
+    model, x = prepared()
+    with torch.no_grad():
+        before = model(x)
+        model.train()
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        after = model.eval()(x)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, plainly(model, x))
+
+
+def test_raw_pixels_are_refused_behind_a_float_batch_too() -> None:
+    model, x = prepared()
+    with torch.no_grad():
+        model(x)
+        with pytest.raises(TypeError, match=r"^input_quantizer: x must be a floating-point tensor, got torch.uint8$"):
+            model((255 * x).to(torch.uint8))
 
 
 def test_with_gradients_the_model_itself_runs() -> None:

@@ -110,3 +110,30 @@ def test_results_have_the_strides_of_torchs(sizes: tuple[int, ...], weight_forma
         for x in (moved, moved.contiguous(), torch.cat([moved, moved], 3)[..., : sizes[3]]):
             y = F.conv2d(x, weight * 1)  # as a quantizer gives it
             assert to_layout(torch.empty(y.shape), geometry.layout(x, weight)).stride() == y.stride(), x.stride()
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_geometry_knows_the_windows_in_padding_alone(axes: int) -> None:
+    missed = 0
+    for size, kernel, step, pad, spread in itertools.product((1, 2, 5), (1, 2, 3), (1, 2), (0, 1, 2, 4), (1, 2, 3)):
+        if size + 2 * pad < spread * (kernel - 1) + 1:
+            continue
+        geometry = Geometry.of(axes, step, pad, spread)
+        assert geometry is not None
+        weight = torch.ones(1, 1, *[kernel] * axes)
+        there = geometry.multiply(torch.ones(1, 1, *[size] * axes), weight, None)
+        assert geometry.misses(torch.Size((1, 1, *[size] * axes)), weight.shape) == bool((there == 0).any())
+        missed += bool((there == 0).any())
+    assert missed
+
+
+@pytest.mark.parametrize("kernel", [(3, 5), (1, 1), (2, 3), (3, 2)])
+def test_padding_words_become_numbers_where_they_are_any(kernel: tuple[int, int]) -> None:
+    x, weight = torch.randn(2, 3, 7, 9), torch.randn(4, 3, *kernel)
+    for word in ("same", "valid"):
+        geometry = Geometry.of(2, 1, word, (2, 1), kernel=kernel)
+        assert (geometry is None) == (word == "same" and kernel == (3, 2))  # a pixel more on one side
+        if geometry is not None:
+            expected = F.conv2d(x, weight, padding=word, dilation=(2, 1))
+            torch.testing.assert_close(geometry.multiply(x, weight, None), expected, rtol=0, atol=1e-5)
+    assert Geometry.of(2, padding="same") is None  # whose kernel is not known

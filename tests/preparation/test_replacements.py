@@ -255,7 +255,7 @@ def test_tensors_of_shapes_that_kernels_do_not_take_train_plainly(x: Tensor, mod
 def test_hooks_that_the_file_does_not_hold_are_named(x: Tensor, model: Any, tmp_path: Path) -> None:
     model.eval()
     model.conv1.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match="hooks and patched forwards of conv1 are not in the file"):
+    with pytest.warns(UserWarning, match="hooks and patched methods of conv1 are left out"):
         qat.export_onnx(model, tmp_path / "model.onnx", x)
 
 

@@ -194,7 +194,7 @@ def _geometry(layer: Any) -> Geometry | None:
         return LINEAR
     if layer.padding_mode != "zeros":
         return None
-    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups)
+    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups, layer.kernel_size)
 
 
 def _learned(weight: Tensor, quantizer: Quantizer) -> Learned | None:

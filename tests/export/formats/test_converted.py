@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import qat
 from tests.integers.test_evaluating import CASES, plainly, prepared, program_of
+
+MODES = ("reflect", "circular", "replicate")
 
 
 @pytest.mark.parametrize("execution", ["onednn", "reference"])
@@ -55,6 +57,85 @@ def test_one_sample_without_a_batch(
     assert program_of(model) is not None
     assert torch.equal(qat.convert(model)(x), expected)
     assert torch.equal(qat.convert(model, "reference")(x), expected)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(lambda mode=mode: nn.Conv2d(16, 16, 3, padding=1, padding_mode=mode) for mode in MODES),
+        lambda: nn.Conv2d(16, 16, 4, padding="same"), lambda: nn.ConvTranspose2d(16, 16, 2, 2),
+    ],
+    ids=[*MODES, "even", "transposed"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("execution", ["onednn", "reference"])
+def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any, execution: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 24, 24)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer(), nn.ReLU(), layer(), nn.ReLU(), nn.Conv2d(16, 8, 1))
+    model = qat.prepare(net.eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    assert torch.equal(qat.convert(model, execution)(x), plainly(model.eval(), x))
+
+
+def test_a_bilinear_layer_sums_integers() -> None:
+    model: Any = qat.prepare(Pair(), example_inputs=(torch.randn(8, 5), torch.randn(8, 6)))
+    pair = (torch.randn(8, 5), torch.randn(8, 6))
+    qat.calibrate(model, [(pair,)])
+    assert torch.equal(qat.convert(model.eval(), "reference")(*pair), model(*pair))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Bilinear(5, 6, 4)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        y: Tensor = self.both(a, b)
+        return y
+
+
+class Flipped(nn.Conv2d):
+    """A float layer of one's own, with a twin that computes something else than its base."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x.flip(1), weight, bias)
+
+
+@qat.layers.register_twin(Flipped)
+class QuantFlipped(qat.QuantConv2d):
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().operate(x.flip(1), weight, bias)
+
+
+@pytest.mark.parametrize("execution", ["onednn", "reference"])
+def test_a_twin_of_ones_own_computes_as_it_says(execution: Any) -> None:
+    x = torch.randn(4, 3, 8, 8)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), Flipped(16, 8, 3))
+    model = qat.prepare(net.eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    assert torch.equal(qat.convert(model, execution)(x), plainly(model.eval(), x))
+    with pytest.raises(ValueError, match=r"^convert: fixed point is not defined for "):
+        qat.convert(model, "reference", "fixed_point")
+
+
+@pytest.mark.parametrize("execution", ["onednn", "reference"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_nan_is_refused_by_the_name_of_its_quantizer(mode: Any, execution: Any) -> None:
+    x = torch.randn(4, 3, 8, 8)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, padding_mode=mode), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    model = qat.prepare(net.eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    x[0, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"^'input_quantizer' is given NaN, which no integer stands for$"):
+        qat.convert(model, execution)(x)
+
+
+def test_hooks_that_are_left_out_are_named() -> None:
+    model, _ = prepared()
+    model[0].register_forward_hook(lambda module, args, y: 2 * y)
+    with pytest.warns(UserWarning, match="^convert: hooks and patched methods of 0 are left out"):
+        qat.convert(model)
 
 
 LOADED = """
