@@ -1,4 +1,4 @@
-"""One model of the zoo in a process of its own: built, prepared, measured, calibrated, trained a step, exported, run.
+"""One model of the zoo in a process of its own: built, prepared, trained a step, evaluated, copied, exported, run.
 
     python -m benchmarks.zoo_case resnet18 --threads 1 --row row.json
 
@@ -10,10 +10,10 @@ import argparse
 import importlib.metadata
 import inspect
 import json
-import os
 import platform
 import re
 import resource
+import subprocess
 import tempfile
 import time
 import warnings
@@ -27,7 +27,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import qat
+from benchmarks.speed_rows import machine
 from benchmarks.work import Place, integer_work
+from benchmarks.zoo_evaluation import copies, evaluation
 from benchmarks.zoo_models import NAMES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.atomic_write import atomic_write
@@ -46,7 +48,8 @@ class Row:
     """What is known of one model, kept in a file from step to step."""
 
     def __init__(self, name: str, path: Path) -> None:
-        family = family_of(name)
+        family, git = family_of(name), ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
         packages = ("torch", family if family in NAMES else "torchvision", "onnxruntime")
         self.path = path
         self.facts: dict[str, Any] = {
@@ -56,7 +59,9 @@ class Row:
             "steps": {},
             "versions": {"python": platform.python_version()}
             | {package: importlib.metadata.version(package) for package in packages},
-            "machine": {"threads": torch.get_num_threads(), "cores": os.cpu_count()},
+            "machine": machine(),
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit,
         }
 
     @contextmanager
@@ -102,6 +107,14 @@ def measure(name: str, path: Path) -> dict[str, Any]:
         facts |= counts(model)
     if not row.passed("prepare"):
         return row.facts
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model, Path(folder) / "fresh.pt")
+        _measure(row, case, model, names, Path(folder))
+    return row.facts
+
+
+def _measure(row: Row, case: Case, model: nn.Module, names: list[str], folder: Path) -> None:
+    """The steps of a prepared model, which lies in the folder as it is, not calibrated."""
     with row.step("work") as facts:
         facts |= work_facts(model, case.inputs)
     with row.step("calibrate"):
@@ -109,19 +122,21 @@ def measure(name: str, path: Path) -> dict[str, Any]:
         alone = len(case.inputs) == 1 and isinstance(only, Tensor)
         qat.calibrate(model, [only if alone else dict(zip(names, case.inputs, strict=True))])
     if not row.passed("calibrate"):
-        return row.facts
+        return
     with row.step("train") as facts:
         facts |= train_step(model, case)
     model.zero_grad(set_to_none=True)
     model.eval()
-    with tempfile.TemporaryDirectory() as folder:
-        files: list[tuple[Part, Path]] = []
-        with row.step("export") as facts:
-            export(model, case.inputs, Path(folder), files, facts)
-        if files:
-            with row.step("runtime") as facts:
-                facts |= agreement(files)
-    return row.facts
+    with row.step("evaluate") as facts:
+        facts |= evaluation(model, case.inputs)
+    with row.step("copy") as facts:
+        facts |= copies(model, case.inputs, folder / "fresh.pt")
+    files: list[tuple[Part, Path]] = []
+    with row.step("export") as facts:
+        export(model, case.inputs, folder, files, facts)
+    if files:
+        with row.step("runtime") as facts:
+            facts |= agreement(files)
 
 
 def counts(model: nn.Module) -> dict[str, Any]:

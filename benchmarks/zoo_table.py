@@ -13,7 +13,7 @@ BEFORE: dict[str, dict[str, int]] = {
 }
 """How `prepare` took the same models before (96122f6); those in parts were refused by `export_onnx` as one file."""
 
-STEPS = ("build", "prepare", "work", "calibrate", "train", "export", "runtime")
+STEPS = ("build", "prepare", "work", "calibrate", "train", "evaluate", "copy", "export", "runtime")
 ENOUGH = 0.99
 """The share of integer work that the families' table asks for."""
 
@@ -63,17 +63,17 @@ def library_table(library: str, results: Path | None = None) -> str:
     rows = kept(results or results_of(library))
     counts = {"whole": 0, "in parts": 0, "refused": 0}
     lines = [
-        f"| model of {library} | as | parameters | quantized layers | integer work | a step | ONNX Runtime | verdict |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| model of {library} | as | parameters | quantized layers | integer work | a step | evaluation | ONNX Runtime"
+        " | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         prepared = row["steps"].get("prepare", {})
         kind = "refused" if not prepared.get("ok") else "whole" if prepared["whole"] else "in parts"
         counts[kind] += 1
-        name, size, _, layers, work, step, _, runtime, said = _cells(row)
-        lines.append(
-            f"| {name.rpartition('/')[2]} | {kind} | {size} | {layers} | {work} | {step} | {runtime} | {said} |"
-        )
+        name, size, _, layers, work, step, evaluated, _, runtime, said = _cells(row)
+        cells = (name.rpartition("/")[2], kind, size, layers, work, step, evaluated, runtime, said)
+        lines.append(f"| {' | '.join(cells)} |")
     now = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     before = ", ".join(f"{count} {kind}" for kind, count in BEFORE[library].items())
     return (
@@ -86,8 +86,9 @@ def library_table(library: str, results: Path | None = None) -> str:
 def models_table(results: Path = RESULTS) -> str:
     """One line a model."""
     lines = [
-        "| model | parameters | input | quantized layers | integer work | a step | export | ONNX Runtime | verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | parameters | input | quantized layers | integer work | a step | evaluation | export | ONNX Runtime"
+        " | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = kept(results)
     for family in FAMILIES:
@@ -108,6 +109,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(steps.get("prepare", {}).get("quantized_layers", "")),
         f"{100 * steps['work']['share']:.2f} %" if "share" in steps.get("work", {}) else "",
         _passed(steps.get("train")),
+        _evaluated(steps.get("evaluate")),
         f"{steps['export']['seconds']:.0f} s" if steps.get("export", {}).get("ok") else _passed(steps.get("export")),
         _runtime(steps.get("runtime", {})),
         verdict(row).replace("|", "\\|").replace("<", "&lt;"),
@@ -121,6 +123,14 @@ def _inputs(shapes: list[list[int]]) -> str:
 
 def _passed(step: dict[str, Any] | None) -> str:
     return "" if step is None else "ok" if step["ok"] else "fails"
+
+
+def _evaluated(step: dict[str, Any] | None) -> str:
+    """How near answers without gradients are to those with them, and which batches the model refuses either way."""
+    if step is None or "gaps" not in step:
+        return _passed(step)
+    gap, refused = max(step["gaps"].values()), "; ".join(f"{name} refused" for name in step["refused"])
+    return f"{f'off by {gap:.0e}' if gap else 'equal'}{f' ({refused})' if refused else ''}"
 
 
 def _runtime(step: dict[str, Any]) -> str:
@@ -143,7 +153,9 @@ def _conditions(rows: list[dict[str, Any]]) -> str:
     versions = sorted({", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in known})
     threads = sorted({row["machine"]["threads"] for row in known})
     seconds = sum(row["seconds"] for row in rows)
+    dates, commits = ([*dict.fromkeys(row[key] for row in known if key in row)] for key in ("date", "commit"))
     return (
         f"\n{'; '.join(versions)}; {' or '.join(map(str, threads))} thread{'s' * (threads != [1])} a model,"
-        f" {seconds / 60:.0f} minutes in all, at most {max(row.get('peak_gib', 0.0) for row in known):.1f} GiB.\n"
+        f" {seconds / 60:.0f} minutes in all, at most {max(row.get('peak_gib', 0.0) for row in known):.1f} GiB;"
+        f" {', '.join(dates)} at {', '.join(commits)}.\n"
     )

@@ -17,6 +17,7 @@ from torch._C._functorch import maybe_current_level
 from torch._functorch import utils as functorch_utils
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as symbolic_trace
+from torch.fx.node import _get_qualified_name as name_of
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
@@ -33,6 +34,7 @@ __all__ = [
     "BatchOrInstanceNorm",
     "TorchDispatchMode",
     "all_modules_are_hooked",
+    "name_of",
     "pytree",
 ]
 
@@ -211,11 +213,6 @@ GRAPH_CONSTANT = "_tensor_constant"
 def keep_signature(original: fx.Graph, graph: fx.Graph) -> None:
     """Let a graph take its inputs and return its outputs in the containers that the original's caller uses."""
     graph.set_codegen(original._codegen)
-
-
-def unpickle_with(tracer: type[fx.Tracer], graph: fx.Graph) -> None:
-    """Say which tracer makes the graph again when its module is unpickled."""
-    graph._tracer_cls = tracer
 
 
 class _InThisThread:

@@ -67,12 +67,15 @@ def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads((tmp_path / "row.json").read_text()) == row
     assert verdict(row) == "green", verdict(row)
     steps = row["steps"]
-    assert list(steps) == ["build", "prepare", "work", "calibrate", "train", "export", "runtime"]
+    assert list(steps) == ["build", "prepare", "work", "calibrate", "train", "evaluate", "copy", "export", "runtime"]
     assert row["parameters"] == sum(p.numel() for p in Small().parameters()) and row["inputs"] == [[2, 3, 8, 8]]
     assert steps["prepare"]["quantized_layers"] == 2 and steps["prepare"]["left_in_float"] == {}
     assert steps["prepare"]["outside_graphs"] == 0
     assert steps["work"]["macs"] == 2 * (8 * 36 * 27 + 8 * 5) and steps["work"]["share"] == 1.0
     assert steps["train"]["quantizer_parameters"] >= 5 and steps["train"]["without_gradient"] == []
+    assert steps["evaluate"]["refused"] == {} and set(steps["evaluate"]["gaps"].values()) == {0.0}
+    assert list(steps["evaluate"]["gaps"]) == ["the batch", "another batch", "a larger batch", "another size"]
+    assert steps["copy"]["gaps"] == {"a copy": 0.0, "a pickle": 0.0, "a state dict": 0.0}
     assert steps["export"]["parts"] == 1 and steps["export"]["bytes"] > 0
     assert steps["runtime"]["integers"] >= 2 * 3 * 64 and steps["runtime"]["arg_max_compared"] == 2
 
@@ -174,7 +177,8 @@ def test_rows_are_kept_once_and_in_order(tmp_path: Path) -> None:
 
 
 def row_of(name: str, **steps: Any) -> dict[str, Any]:
-    passed: dict[str, Any] = {step: {"ok": True} for step in ("build", "prepare", "calibrate", "train")}
+    passed: dict[str, Any] = {step: {"ok": True} for step in ("build", "prepare", "calibrate", "train", "copy")}
+    passed["evaluate"] = {"ok": True, "gaps": {"the batch": 0.0}, "refused": {"another size": "no"}}
     passed["work"] = {"ok": True, "share": 1.0, "unexplained": 0, "in_float": []}
     passed["export"] = {"ok": True, "seconds": 2.4}
     integers = {"integers": 1000, "differing": 2, "largest": 1}
@@ -204,9 +208,9 @@ def test_the_tables_count_and_name(tmp_path: Path) -> None:
     keep(row_of("vgg11", work=half, export={"ok": False, "reason": "ValueError: a | b"}), results)
     assert families_table(results).splitlines()[2:] == ["| classification | 80 | 2 | 1 | 1 |"]
     assert models_table(results).splitlines()[2:] == [
-        "| alexnet | 61.1 M | 2 x 3 x 64 x 64 |  | 100.00 % | ok | 2 s |"
+        "| alexnet | 61.1 M | 2 x 3 x 64 x 64 |  | 100.00 % | ok | equal (another size refused) | 2 s |"
         " 2 of 1,000 integers differ, by up to 1; arg max 2 of 2 | green |",
-        "| vgg11 |  |  |  | 50.00 % | ok | fails |"
+        "| vgg11 |  |  |  | 50.00 % | ok | equal (another size refused) | fails |"
         " 2 of 1,000 integers differ, by up to 1; arg max 2 of 2 | export: ValueError: a \\| b |",
     ]
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.torch_internals import GRAPH_CONSTANT, children_of, unsaved_buffers_of
-from qat.tracing.nodes import Notes, notes_of, restore_notes
+from qat.tracing.nodes import Written, read, written
 from qat.tracing.proxies import expect_default
 
 if TYPE_CHECKING:
@@ -157,11 +157,9 @@ class PreparedGraph(Block, fx.GraphModule):
         return not any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle, which would otherwise restore a plain graph module."""
-        function, arguments = super().__reduce__()
-        arguments[0].pop(VERDICTS, None)  # they hold for this machine only
-        passing = {name: set(unsaved_buffers_of(module)) for name, module in self.named_modules()}
-        return unpickled, (class_of(self), function, arguments, passing, notes_of(self.graph))
+        """For pickle: torch.fx would trace the generated code again, which not every code allows."""
+        held = {key: value for key, value in vars(self).items() if key not in ("_graph", VERDICTS)}  # of this machine
+        return unpickled, (class_of(self), type(self).__name__, held, written(self.graph))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
         twin: Any = super().__deepcopy__(memo)
@@ -191,18 +189,10 @@ def class_of(model: PreparedGraph) -> type[PreparedGraph]:
     return next(base for base in type(model).__mro__ if base.__qualname__.split(".")[-1] != OF_ONE_MODEL)
 
 
-def unpickled(
-    cls: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]],
-    notes: Notes,
-) -> PreparedGraph:  # fmt: skip
-    """The model that `PreparedGraph.__reduce__` pickled; `passing`: the non-persistent buffers of each module."""
-    model: Any = function(*arguments)
-    own = type(OF_ONE_MODEL, (cls,), {})
-    own.__name__ = type(model).__name__  # the name that it prints
-    model.__class__ = own
-    restore_notes(model.graph, notes)
-    model.recompile()
-    for name, buffers in passing.items():
-        unsaved_buffers_of(model.get_submodule(name)).update(buffers)  # torch 2.11 forgets them
-    same: PreparedGraph = model
-    return same
+def unpickled(cls: type[PreparedGraph], name: str, held: dict[str, Any], nodes: Written) -> PreparedGraph:
+    """The model that `PreparedGraph.__reduce__` pickled."""
+    model: PreparedGraph = cls.__new__(cls)
+    type(model).__name__ = name  # that it prints
+    vars(model).update(held)
+    model.graph = read(nodes)
+    return model

@@ -1,12 +1,16 @@
 """The nodes of a traced graph: facts about them, their notes, free names, and what depends on parameters alone."""
 
 import operator
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
+
+from qat.torch_internals import name_of
 
 FACTS = "qat_facts"
 """Key of node.meta: `Facts` of the node's tensor for the example inputs; None if it is not a tensor."""
@@ -34,25 +38,38 @@ class Facts:
 PLAIN_RESULTS = ("size", "dim", "numel", "item", "shape", "ndim", "dtype", "device")
 """Tensor methods and attributes that do not return tensors."""
 
-Notes = list[tuple[str, str, dict[str, Any]]]
-"""For every node that computes something: its target, its scope, and its entries of meta under our own keys."""
+Written = list[tuple[Any, ...]]
+"""A graph as a list that pickles: name, operation, target, arguments, type, scope and our own meta of each node."""
 
 
-def notes_of(graph: fx.Graph) -> Notes:
-    """The notes on the nodes, which would be lost with them, in a form that pickles."""
+class Reference(str):
+    """The name of a node in the arguments of another."""
+
+    __slots__ = ()
+
+
+def written(graph: fx.Graph) -> Written:
+    """The nodes of a graph, which `read` makes again without running anything."""
     return [
-        (str(node.target), scope_of(node), {key: value for key, value in node.meta.items() if key.startswith("qat_")})
+        (
+            node.name, node.op, name_of(node.target) if node.op == "call_function" else node.target,
+            map_arg((node.args, node.kwargs), lambda each: Reference(each.name)), node.type, scope_of(node),
+            {key: value for key, value in node.meta.items() if key.startswith("qat_")},
+        )
         for node in graph.nodes
-        if node.op != "get_attr"
-    ]
+    ]  # fmt: skip
 
 
-def restore_notes(graph: fx.Graph, notes: Notes) -> None:
-    """Put the notes back on the nodes of the same graph, recorded again."""
-    computing = [node for node in graph.nodes if node.op != "get_attr"]
-    for node, (target, scope, found) in zip(computing, notes, strict=True):
-        assert str(node.target) == target or node.op == "call_function", (node.target, target)
-        node.meta |= {"nn_module_stack": {"": (scope, nn.Module)}, **found}
+def read(nodes: Written) -> fx.Graph:
+    """The graph of what `written` returned."""
+    graph, made = fx.Graph(), dict[str, fx.Node]()
+    for name, operation, target, arguments, kind, scope, meta in nodes:
+        args, kwargs = map_aggregate(arguments, lambda each: made[each] if type(each) is Reference else each)
+        if operation == "call_function":
+            target = pkgutil.resolve_name(target if "." in target else f"builtins.{target}")
+        made[name] = node = graph.create_node(operation, target, args, kwargs, name, kind)
+        node.meta |= {"nn_module_stack": {"": (scope, nn.Module)}, **meta}
+    return graph
 
 
 def scope_of(node: fx.Node) -> str:

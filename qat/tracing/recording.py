@@ -1,6 +1,7 @@
 """Traces a model in its present mode, checks the graph against it, and leaves the model unchanged."""
 
 import keyword
+import logging
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,14 @@ from qat.torch_internals import (
     has_backward_hooks,
     parameters_of,
     pytree,
-    unpickle_with,
 )
 from qat.tracing.nodes import FACTS, Facts, attribute
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
 from qat.tracing.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
 from qat.tracing.tracer import QuantTracer, is_foreign
+
+log = logging.getLogger("qat")
 
 DRAWS = "forward draws from Python's or numpy's random numbers, which a graph does not keep"
 
@@ -66,7 +68,6 @@ def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dic
             delattr(model, name)
         way = "" if examples is not None else "; with example_inputs, what depends on sizes can be traced"
         raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}{way}") from error
-    unpickle_with(QuantTracer, graph)
     for node in graph.nodes:
         if not is_foreign(node.target):  # torch.fx marks the results of a wrapped function, here its own operations
             node.meta.pop("is_wrapped", None)
@@ -99,7 +100,13 @@ def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
         before = python_state()
         graph = tracer.trace(model)
         draws = python_state() != before
-    counted = [change for change in changes if not change.is_new]
+    counted = [change for change in changes if not change.is_new and change.proxy is None]
+    lost = [each.name for each in changes if each.proxy is not None and each.proxy.node.meta.get(FACTS) is not None]
+    if lost and model.training:  # once, and not for evaluation again
+        log.warning(
+            "forward of %s writes %s, which a prepared model does not keep: let it return what others read of it",
+            type(model).__name__, ", ".join(lost),
+        )  # fmt: skip
     if counted and tracer.examples is None:
         raise UntraceableError(f"forward changes {counted[0].name}, which a graph does not keep")
     return graph, draws

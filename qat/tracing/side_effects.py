@@ -20,10 +20,11 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class Change(NamedTuple):
-    """An attribute that a forward changed: its name in the model, and whether the forward created it."""
+    """An attribute that a forward changed: its name in the model, whether the forward created it, what a trace left."""
 
     name: str
     is_new: bool
+    proxy: fx.Proxy | None = None
 
 
 class UntraceableError(ValueError):
@@ -69,7 +70,9 @@ def _changes(name: str, module: nn.Module, before: dict[str, Any]) -> Iterator[C
     for key, value in _own(module).items():
         known = before[key] if key in before else _comparable(getattr(type(module), key, _comparable))
         is_new = key not in before and known is None
-        if not issubclass(type(value), fx.Proxy) and (known is not None or is_new) and _comparable(value) != known:
+        if issubclass(type(value), fx.Proxy):
+            yield Change(f"{name}.{key}".lstrip("."), key not in before, value)
+        elif (known is not None or is_new) and _comparable(value) != known:
             yield Change(f"{name}.{key}".lstrip("."), is_new)
 
 

@@ -202,3 +202,25 @@ def test_compiled_parts_are_refused_and_scripted_ones_stay() -> None:
     model = prepared(net, draw(5, 8))
     assert "ScriptModule" in in_parts(model)
     torch.testing.assert_close(without_quantizers(model)(draw(5, 8)), net(draw(5, 8)))
+
+
+class Balanced(nn.Module):
+    """A convolution that leaves a loss behind, as mixtures of experts do."""
+
+    def __init__(self, balance: Tensor | float) -> None:
+        super().__init__()
+        self.conv, self.balance = nn.Conv2d(3, 4, 1), balance
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x).relu()
+        self.balance, self.seen = y.square().mean(), y.shape[0]
+        return y
+
+
+@pytest.mark.parametrize("balance", [0.0, torch.zeros(())], ids=["number", "tensor"])
+def test_a_tensor_that_forward_leaves_behind_is_named(balance: Any, caplog: pytest.LogCaptureFixture) -> None:
+    qat.prepare(nn.Sequential(Balanced(balance)), example_inputs=torch.randn(2, 3, 4, 4))
+    assert [each for each in caplog.messages if "writes" in each] == [
+        "forward of Sequential writes 0.balance, which a prepared model does not keep: let it return what others read"
+        " of it"
+    ]

@@ -1,0 +1,109 @@
+"""What users do first with a prepared model: evaluate other batches and sizes without gradients, copy it, store it.
+
+Every answer is compared with that of plain evaluation with gradients; integer evaluation promises it to the bit, but
+for float operations behind the last integers (docs/reliability.md).
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from qat.contexts import evaluating
+
+LARGEST_GAP = 1e-5
+"""How far an answer may be off, as a share of its largest value."""
+
+MORE = 32
+"""Pixels by which another size is larger; every network here halves at most five times."""
+
+
+def evaluation(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """Answers without gradients against those with them: the batch, another one, a larger one, another size.
+
+    A size or a batch that the model refuses with gradients too is named in `refused`, with the sentence.
+    """
+    other = tree_map_only(Tensor, _like, inputs)
+    batches = {
+        "the batch": inputs,
+        "another batch": other,
+        "a larger batch": _longer(inputs, other),
+        "another size": tree_map_only(Tensor, _wider, inputs),
+    }
+    gaps: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, batch in batches.items():
+        try:
+            with torch.enable_grad():
+                expected = leaves(model(*_copies(batch)))
+        except Exception as error:
+            if name in ("the batch", "another batch"):
+                raise
+            refused[name] = str(error).strip().splitlines()[0][:160]
+            continue
+        with torch.no_grad():
+            gaps[name] = _gap(expected, leaves(model(*_copies(batch))))
+    wrong = [name for name, gap in gaps.items() if not gap <= LARGEST_GAP]
+    facts = {"gaps": gaps, "refused": refused, "ok": not wrong}
+    return facts | ({"reason": f"{wrong[0]}: off by {gaps[wrong[0]]:.2g} of the largest value"} if wrong else {})
+
+
+def copies(model: nn.Module, inputs: tuple[Any, ...], fresh: Path) -> dict[str, Any]:
+    """The answers of a copy, a pickle, and a model that was pickled before calibration and takes the state dict."""
+    with torch.no_grad():
+        expected = leaves(model(*_copies(inputs)))
+        gaps = {"a copy": _gap(expected, leaves(copy.deepcopy(model)(*_copies(inputs))))}
+        again: nn.Module = torch.load(fresh, weights_only=False)
+        torch.save(model, fresh)
+        gaps["a pickle"] = _gap(expected, leaves(torch.load(fresh, weights_only=False)(*_copies(inputs))))
+        again.load_state_dict(model.state_dict())
+        with evaluating(again):
+            gaps["a state dict"] = _gap(expected, leaves(again(*_copies(inputs))))
+    wrong = [name for name, gap in gaps.items() if gap]
+    return {"gaps": gaps, "ok": not wrong} | ({"reason": f"{wrong[0]} answers otherwise"} if wrong else {})
+
+
+def leaves(answer: Any) -> list[Tensor]:
+    """The tensors of an answer."""
+    return [leaf.detach() for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+
+
+def _gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference as a share of the answer's largest value; infinite for other shapes, or NaN in one."""
+    if [one.shape for one in ours] != [other.shape for other in theirs]:
+        return float("inf")
+    gaps = [0.0]
+    for one, other in zip(ours, theirs, strict=True):
+        if not torch.equal(one, other):
+            one, other = one.double(), other.double()
+            off, size = (one - other).abs().max(), one.abs().max()
+            gaps.append(float("inf") if not off.isfinite() else float(off / size.clamp(min=1e-30)))
+    return max(gaps)
+
+
+def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs as tensors of their own: a model may write into what it is given."""
+    copied: tuple[Any, ...] = tree_map_only(Tensor, torch.clone, inputs)
+    return copied
+
+
+def _like(x: Tensor) -> Tensor:
+    """Other values of the same kind."""
+    return x.flip(-1) * 0.7 + 0.1 if x.is_floating_point() else x.flip(-1)
+
+
+def _longer(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Both batches as one: along the first axis, or as one list."""
+    return tuple([*a, *b] if isinstance(a, list) else torch.cat([a, b]) for a, b in zip(inputs, others, strict=True))
+
+
+def _wider(x: Tensor) -> Tensor:
+    """Images and clips that are higher and wider; rows are what they were."""
+    if x.dim() < 3 or not x.is_floating_point():
+        return x
+    size = [side + MORE for side in x.shape[-2:]]
+    frames = x if x.dim() == 4 else x.reshape(-1, 1, *x.shape[-2:])
+    return torch.nn.functional.interpolate(frames, size=size).reshape(*x.shape[:-2], *size)
