@@ -70,6 +70,14 @@ def keep_class(original: nn.Module, module: nn.Module) -> None:
         module.__class__ = kind
 
 
+def _can_be_copied(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except TypeError:
+        return False
+    return True
+
+
 class PreparedGraph(Block, fx.GraphModule):
     """A traced model, or a traced part of one, whose layers and weights are quantized.
 
@@ -162,7 +170,16 @@ class PreparedGraph(Block, fx.GraphModule):
         return unpickled, (class_of(self), type(self).__name__, held, written(self.graph))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
-        twin: Any = super().__deepcopy__(memo)
+        known = dict(memo)
+        try:
+            twin: Any = super().__deepcopy__(memo)
+        except TypeError:  # a lock, an open file, a SummaryWriter: copies share what cannot be copied
+            memo.clear()
+            memo.update(known)
+            for value in [value for each in self.modules() for value in plain_attributes(each).values()]:
+                if not _can_be_copied(value):
+                    memo[id(value)] = value
+            twin = super().__deepcopy__(memo)
         type(twin).__name__ = type(self).__name__  # the name that it prints
         for name, module in self.named_modules():
             part = twin.get_submodule(name)

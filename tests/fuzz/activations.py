@@ -2,12 +2,13 @@
 
 import math
 
-from tests.fuzz.draft import Draft
+from tests.fuzz.draft import Draft, Unfit
 
 MODULES = (
     "nn.ReLU()", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.5, 2.0)", "nn.LeakyReLU(0.1)", "nn.SiLU()",
     "nn.Hardswish()", "nn.GELU()", "nn.GELU(approximate='tanh')", "nn.Sigmoid()", "nn.Tanh()", "nn.ELU()", "nn.Mish()",
-    "nn.PReLU()", "nn.Hardsigmoid()", "nn.Identity()", "nn.Dropout(0.0)", "nn.Dropout(0.3)", "nn.Softplus()",
+    "nn.PReLU()", "nn.Hardsigmoid()", "nn.Softmax(1)", "nn.Softmax(-1)", "nn.LogSoftmax(1)",
+    "nn.Identity()", "nn.Dropout(0.0)", "nn.Dropout(0.3)", "nn.Softplus()",
 )  # fmt: skip
 
 MODULES_IN_PLACE = (
@@ -22,7 +23,8 @@ FUNCTIONS = (
     "{x}.clamp(-0.5, 1.0)", "torch.clamp({x}, min=0)", "F.leaky_relu({x}, 0.1)", "F.silu({x})", "F.hardswish({x})",
     "F.gelu({x})", "F.gelu({x}, approximate='tanh')", "torch.sigmoid({x})", "{x}.sigmoid()", "torch.tanh({x})",
     "F.elu({x})", "F.mish({x})", "F.dropout({x}, 0.3, self.training)", "F.softplus({x})", "{x} * 2", "1.5 - {x}",
-    "-{x}", "{x} + 1", "{x} / 3", "{x}.abs()", "{x}.clone()", "{x}.contiguous()", "{x}.detach()", "{x}.float()",
+    "-{x}", "{x} + 1", "{x} / 3", "{x}.abs()", "F.softmax({x}, 1)", "{x}.softmax(-1)",
+    "{x}.clone()", "{x}.contiguous()", "{x}.detach()", "{x}.float()",
 )  # fmt: skip
 
 FUNCTIONS_IN_PLACE = (
@@ -115,6 +117,19 @@ def view(draft: Draft, x: str) -> None:
             "{x}.permute(0, 2, 3, 1)",
             f"{{x}}.view(-1, {math.prod(shape[1:])})",
         ]
+    draft.write(forms, x=x)
+
+
+def slices(draft: Draft, x: str) -> None:
+    """Slices of what a split gives, joined again."""
+    count = draft.shape(x)[1] if len(draft.shape(x)) > 1 else 0
+    if count < 2:
+        raise Unfit("one")
+    forms = (
+        "torch.cat({x}.chunk(2, 1)[::-1], 1)", "torch.cat([*{x}.chunk(2, 1)[1:], {x}], 1)",
+        "torch.cat({x}.split(1, 1)[1:], 1)", "torch.stack({x}.chunk(2, 0)[-1:], 0)[0]",
+        "torch.cat(torch.split({x}, 1, dim=1)[:2], dim=1)", "torch.cat(list({x}.chunk(2, 1)), 1)",
+    )  # fmt: skip
     draft.write(forms, x=x)
 
 

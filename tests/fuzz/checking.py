@@ -7,11 +7,13 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import nn
 
 import qat
+from qat.export.converted import Execution
 from qat.fused.graph import FusedGraph
 from qat.kernels import plain_formulas as plain
 from tests.fuzz.agreement import Results, beyond_noise, differing, nudged
@@ -81,13 +83,13 @@ def check(program: Program, runtime: bool = False, compiled: bool = False) -> Ve
 def _verdict(program: Program, runtime: bool, compiled: bool) -> Verdict:
     try:
         model = program.build()
-        x = program.draw()
+        given = tuple(x.detach() for x in program.draw())
         _float_step(program, model)
     except Exception as error:
         return Verdict("discarded", "float", _first_line(error))
     try:
-        prepared = qat.prepare(model, eval(program.recipe, vars(qat)), example_inputs=x.detach())
-        qat.calibrate(prepared, [x.detach()])
+        prepared = qat.prepare(model, eval(program.recipe, vars(qat)), example_inputs=given)
+        qat.calibrate(prepared, [(given,)])
     except ValueError as error:
         return Verdict("refused", "prepare", _first_line(error))
     except Exception as error:
@@ -120,7 +122,7 @@ def _float_step(program: Program, model: nn.Module) -> None:
     """Run a step of the float model; raises what torch raises."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        copy.deepcopy(model).eval()(program.draw())
+        copy.deepcopy(model).eval()(*program.draw())
     for changed in (False, True)[: 1 + bool(program.after)]:
         if changed:
             program.change(twin)
@@ -148,9 +150,12 @@ def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: b
         _against_float(program, model, prepared)
     prepared.eval()
     _fast_as_plain("evaluation", stepper, engine, backward=False)
+    watched = any("register" in line or ".forward = " in line for line in program.after)
+    if isinstance(prepared, FusedGraph) and not watched:
+        _converted(stepper)
     ceils = any("AvgPool" in source and "ceil_mode=True" in source for source in program.modules.values())
     # ONNX Runtime divides by another count at the edges of such an average; `verify_onnx` reports it.
-    if runtime and not ceils and not any("register" in line or ".forward = " in line for line in program.after):
+    if runtime and not ceils and not watched:
         _against_runtime(prepared, program)
 
 
@@ -166,7 +171,7 @@ def _fast_as_plain(stage: str, stepper: Stepper, engine: Context, backward: bool
 def _no_false_alarm(prepared: nn.Module, program: Program) -> None:
     """A model whose results agree also passes the engine's self-check."""
     if isinstance(prepared, FusedGraph):
-        verdict = prepared._self_check(program.draw())
+        verdict = prepared._self_check(*program.draw())
         if verdict is not None and verdict.reason:
             raise Failure("the self-check raises an alarm", verdict.reason)
 
@@ -185,9 +190,31 @@ def _compiled(stepper: Stepper, engine: Context) -> None:
         )
 
 
+def _converted(stepper: Stepper) -> None:
+    """`convert` in each execution against plain evaluation; what it refuses is in its own words."""
+    for execution in get_args(Execution):
+        try:
+            made = qat.convert(stepper.model, execution)
+        except ValueError as error:
+            if str(error).startswith("convert: "):
+                return
+            raise Failure(f"convert, {execution}, raises", _first_line(error)) from error
+        other = Stepper(made, stepper.draw, [])
+        _agree(
+            f"convert, {execution},",
+            lambda n, other=other: _outputs(other.step(n, contextlib.nullcontext, False)),
+            lambda n: _outputs(stepper.step(n, plain, False)),
+            lambda n, s: _outputs(stepper.step(n, plain, False, s)),
+        )  # fmt: skip
+
+
+def _outputs(results: Results) -> Results:
+    return {name: value for name, value in results.items() if name.startswith("output")}
+
+
 def _against_runtime(prepared: nn.Module, program: Program) -> None:
     try:
-        difference = against_runtime(prepared, program.draw().detach())
+        difference = against_runtime(prepared, tuple(x.detach() for x in program.draw()))
     except Exception as error:
         raise Failure("ONNX Runtime raises", _first_line(error)) from error
     if difference is not None:

@@ -29,8 +29,8 @@ class Draft:
         values: the tensor of each variable.
     """
 
-    def __init__(self, rng: random.Random, x: Tensor) -> None:
-        self.rng = rng
+    def __init__(self, rng: random.Random, x: Tensor, other: Tensor | None = None) -> None:
+        self.rng, self.other = rng, other
         self.modules: dict[str, str] = {}
         self.lines: list[str] = []
         self.values: dict[str, Tensor] = {"v0": x.detach().clone()}
@@ -95,7 +95,7 @@ class Draft:
 
     def do(self, line: str) -> None:
         """Run a line and keep it."""
-        space: dict[str, Any] = {**namespace(), "self": self.parts, **self.values}
+        space: dict[str, Any] = {**namespace(), "self": self.parts, "other": self.other, **self.values}
         try:
             with torch.no_grad():
                 exec(line, space)

@@ -13,10 +13,11 @@ from tests.fuzz.surroundings import surrounded, written_by_hand
 OF_ANY = (
     (activations.activation, 3), (activations.activation_in_place, 4), (activations.in_place_while_read, 2),
     (activations.join, 3), (activations.join_and_clip, 3), (activations.view, 2), (activations.parts, 1),
+    (activations.slices, 1),
 )  # fmt: skip
 
 
-LAYERS = ("nn.Conv", "nn.Linear", "nn.Sequential", "nn.MultiheadAttention")
+LAYERS = ("nn.Conv", "OwnConv2d", "nn.Linear", "nn.Sequential", "nn.MultiheadAttention")
 
 
 def generate(seed: int, attempt: int = 0) -> Program:
@@ -31,10 +32,14 @@ def generate(seed: int, attempt: int = 0) -> Program:
 def _drawn(seed: int, rng: random.Random) -> Program:
     program = Program(seed, _input(rng))
     torch.manual_seed(seed)
-    draft = Draft(rng, eval(program.x, namespace()))
+    other = program.x if rng.random() < 0.1 and "randint" not in program.x else ""
+    program = replace(program, other=other)
+    draft = Draft(rng, eval(program.x, namespace()), eval(other, namespace()) if other else None)
     first = draft.pick((True, True, True, False))
     if draft.values["v0"].dtype == torch.long:
         draft.attempt(rows.embed, "v0")
+    if other:
+        draft.write(("{x} + other", "other - {x}", "torch.cat([{x}, other], 1)", "{x} - 2 * other"), x="v0")
     wanted = rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8))
     made = tried = 0
     while made < wanted and tried < 40:

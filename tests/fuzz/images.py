@@ -13,6 +13,7 @@ POOLS = (
 POOL_FUNCTIONS = (
     "F.max_pool2d({x}, 2)", "F.max_pool2d({x}, 3, 2, 1)", "F.max_pool2d({x}, 2, dilation=2, stride=1)",
     "F.max_pool2d({x}, kernel_size=3, stride=2, ceil_mode=True)", "F.avg_pool2d({x}, 2)",
+    "F.avg_pool2d({x}, 3, 2, ceil_mode=True)", "F.avg_pool2d({x}, 3, 2, 1, True, False)",
     "F.adaptive_avg_pool2d({x}, 1)", "{x}.mean((2, 3), keepdim=True)", "F.interpolate({x}, scale_factor=2)",
     "F.pad({x}, (1, 0, 2, 1))", "{x}.amax((2, 3), True)", "F.pad({x}, (1, 1, 1, 1), mode='replicate')",
     "{x}.roll(1, 2)",
@@ -28,15 +29,40 @@ def convolution(draft: Draft, x: str) -> None:
     if draft.chance(0.35) and channels > 1:
         groups = draft.pick([g for g in range(2, channels + 1) if channels % g == 0])
         options = [f"{channels}, {groups * draft.pick((1, 1, 2))}, {kernel}, groups={groups}"]
-    options += [f"padding={draft.pick((1, 1, 2, (1, 0)))}"] if draft.chance(0.6) else []
+    options += [f"padding={draft.pick((1, 1, 2, (1, 0), 3, 'same', 'valid'))!r}"] if draft.chance(0.6) else []
     stride = [f"stride={draft.pick((2, 2, (1, 2), 3))}"] if draft.chance(0.25) else []
     # torch 2.15's 1x1 convolutions of few channels, channels last, with a stride write past their memory on AVX2.
-    options += stride if kernel != 1 or channels >= 8 else []
+    options += stride if (kernel != 1 or channels >= 8) and "padding='same'" not in options else []
     options += ["dilation=2"] if draft.chance(0.1) else []
     options += ["bias=False"] if draft.chance(0.4) else []
-    options += [f"padding_mode='{draft.pick(('reflect', 'circular'))}'"] if draft.chance(0.04) else []
+    options += [f"padding_mode='{draft.pick(('reflect', 'circular', 'replicate'))}'"] if draft.chance(0.08) else []
     made = ", ".join(options)
-    draft.call(f"nn.Conv2d({made})", x)
+    draft.call(f"{'OwnConv2d' if draft.chance(0.04) else 'nn.Conv2d'}({made})", x)
+
+
+def sized(draft: Draft, x: str) -> None:
+    """Operations whose sizes come from tensors, as tuples and as numbers."""
+    y = draft.pick([name for name in draft.others(x, same=False) if len(draft.shape(name)) == 4])
+    forms = (
+        "F.interpolate({x}, size={y}.shape[-2:])", "F.interpolate({x}, {y}.size()[2:], mode='bilinear')",
+        "F.adaptive_avg_pool2d({x}, {y}.shape[-2:])", "F.adaptive_max_pool2d({x}, {y}.shape[-2:])",
+        "F.avg_pool2d({x}, {x}.size()[2:])", "F.avg_pool2d({x}, ({x}.shape[2], {x}.shape[3]))",
+        "F.interpolate({x}, size=({x}.shape[2] * 2, {x}.shape[3]))", "F.layer_norm({x}, {x}.shape[1:])",
+        "F.max_pool2d({x}, ({x}.shape[2] // 2, {x}.shape[3]))", "F.group_norm({x}, {x}.shape[1])",
+        "F.interpolate({x}, scale_factor={y}.shape[2] / {x}.shape[2])", "{x}[:, :, :{y}.shape[2], :{y}.shape[3]]",
+        "F.pad({x}, (0, {y}.shape[3], {x}.shape[2], 0))", "{x}.reshape({x}.shape[0], -1, {x}.shape[2], {x}.shape[3])",
+        "{x} * (1.0 / {x}.shape[2])", "{x}.mean((2, 3), True).expand(-1, -1, {y}.shape[2], {y}.shape[3])",
+    )  # fmt: skip
+    z = draft.write(forms, x=x, y=y)
+    if draft.shape(z) == draft.shape(y) and draft.chance(0.5):
+        draft.write(("{z} + {y}", "torch.cat([{y}, {z}], 1)"), y=y, z=z)
+
+
+def between(draft: Draft, x: str) -> None:
+    """What a runtime fuses around quantizers: an activation, softmax or pool between two layers."""
+    convolution(draft, x)
+    draft.pick((activation, activation, pool))(draft, draft.last)
+    convolution(draft, draft.last)
 
 
 def same_convolution(draft: Draft, x: str) -> None:
@@ -103,7 +129,15 @@ def residual(draft: Draft, x: str) -> None:
 def excitation(draft: Draft, x: str) -> None:
     """Squeeze and excitation."""
     channels = draft.shape(x)[1]
-    s = draft.write(("F.adaptive_avg_pool2d({x}, 1)", "{x}.mean((2, 3), keepdim=True)"), x=x)
+    s = draft.write(
+        (
+            "F.avg_pool2d({x}, 3, 2, ceil_mode=True)",
+            "F.avg_pool2d({x}, 3, 2, 1, True, False)",
+            "F.adaptive_avg_pool2d({x}, 1)",
+            "{x}.mean((2, 3), keepdim=True)",
+        ),
+        x=x,
+    )
     s = draft.call(f"nn.Conv2d({channels}, {channels}, 1)", s)
     s = draft.write(("torch.sigmoid({s})", "F.hardsigmoid({s})", "{s}.sigmoid()", "{s}.sigmoid_()"), s=s)
     draft.write(("{s} * {x}", "{x} * {s}"), s=s, x=x)
@@ -144,4 +178,5 @@ def shuffle(draft: Draft, x: str) -> None:
 MOVES = (
     (convolution, 5), (same_convolution, 3), (norm, 3), (pool, 3), (layer_and_act, 5), (sequential, 1), (residual, 3),
     (excitation, 1), (channels_last_linear, 1), (head, 1), (shuffle, 1), (transposed, 1),
+    (sized, 3), (between, 2),
 )  # fmt: skip

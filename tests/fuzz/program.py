@@ -1,6 +1,7 @@
 """`Program`: a random model and the changes made to it, as lines of Python that can be run, printed and removed."""
 
 import re
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,17 +11,21 @@ from torch import Tensor, nn
 
 import qat
 from qat import QuantRecipe, QuantSpec
+from tests.fuzz.own import OwnConv2d
 
 VARIABLE = re.compile(r"\bv\d+\b")
 MODULE = re.compile(r"\bm\d+\b")
 
 HEADER = """\
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import qat
 from qat import QuantRecipe, QuantSpec
+from tests.fuzz.own import OwnConv2d
 from tests.fuzz.steps import integers_however_small
 
 """
@@ -42,6 +47,7 @@ class Program:
     Attributes:
         seed: seed of parameters and data.
         x: the input; an expression.
+        other: a second input, which lines call `other`; "" for none.
         modules: names of submodules and the expressions that make them.
         lines: the body of forward, which starts from `v0`.
         result: what forward returns.
@@ -62,13 +68,15 @@ class Program:
     recipe: str = "None"
     context: str = "default"
     needs_x: bool = False
+    other: str = ""
 
     def source(self) -> str:
         """The source of the model's class."""
         begin = ["super().__init__()", *(f"self.{name} = {made}" for name, made in self.used().items())]
         forward = [*self.lines, f"return {self.result}"]
         head = ["class Model(nn.Module):", "    def __init__(self):", *(f"        {line}" for line in begin), ""]
-        return "\n".join([*head, "    def forward(self, v0):", *(f"        {line}" for line in forward)])
+        given = "self, v0, other" if self.other else "self, v0"
+        return "\n".join([*head, f"    def forward({given}):", *(f"        {line}" for line in forward)])
 
     def used(self) -> dict[str, str]:
         """The modules that a line uses."""
@@ -77,7 +85,8 @@ class Program:
 
     def script(self) -> str:
         """A script that runs the program and compares its results."""
-        steps = ["model(x.clone())"] if self.after else []
+        given = "x.clone(), other" if self.other else "x.clone()"
+        steps = [f"model({given})"] if self.after else []
         return "\n".join(
             [
                 f"# seed {self.seed}",
@@ -89,14 +98,15 @@ class Program:
                 "model = Model()",
                 *self.before,
                 f"x = {self.x}" + (".requires_grad_()" if self.needs_x else ""),
-                f"model = qat.prepare(model, {self.recipe}, example_inputs=x)",
-                "qat.calibrate(model, [x])",
+                *([f"other = {self.other}"] if self.other else []),
+                f"model = qat.prepare(model, {self.recipe}, example_inputs={'(x, other)' if self.other else 'x'})",
+                f"qat.calibrate(model, [{'((x, other),)' if self.other else 'x'}])",
                 *steps,
                 *self.after,
                 f"with {CONTEXTS[self.context]}:",
-                "    found = model(x.clone())",
+                f"    found = model({given})",
                 "with qat.kernels.plain_formulas():",
-                "    torch.testing.assert_close(found, model(x.clone()), rtol=1e-2, atol=1e-2)",
+                f"    torch.testing.assert_close(found, model({given}), rtol=1e-2, atol=1e-2)",
             ]
         ).replace("\n\n\n", "\n\n")
 
@@ -110,11 +120,12 @@ class Program:
         model: nn.Module = space["model"]
         return model
 
-    def draw(self, attempt: int = 0) -> Tensor:
-        """The input; each attempt gives another one."""
+    def draw(self, attempt: int = 0) -> tuple[Tensor, ...]:
+        """The inputs; each attempt gives others."""
         torch.manual_seed(self.seed * 1009 + attempt)
         x: Tensor = eval(self.x, namespace())
-        return x.requires_grad_() if self.needs_x else x
+        others = (eval(self.other, namespace()),) if self.other else ()
+        return x.requires_grad_() if self.needs_x else x, *others
 
     def change(self, model: nn.Module) -> list[float]:
         """Run the lines of `after`; the list that is returned will collect what hooks see."""
@@ -139,7 +150,8 @@ class Program:
 
 def namespace() -> dict[str, Any]:
     """The names that the lines may use."""
-    return {"torch": torch, "nn": nn, "F": F, "qat": qat, "QuantRecipe": QuantRecipe, "QuantSpec": QuantSpec}
+    own = {"OwnConv2d": OwnConv2d, "threading": threading}
+    return {"torch": torch, "nn": nn, "F": F, "qat": qat, "QuantRecipe": QuantRecipe, "QuantSpec": QuantSpec, **own}
 
 
 def run(lines: tuple[str, ...], space: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ RARELY = 0.01
 """The share of a quantizer's integers, beyond two, that may lie on ties and be rounded to the neighbouring level."""
 
 
-def against_runtime(model: Any, x: Tensor) -> str | None:
+def against_runtime(model: Any, x: tuple[Tensor, ...]) -> str | None:
     """What differs, or None; model: a prepared one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"

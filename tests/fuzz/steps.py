@@ -37,12 +37,12 @@ class Stepper:
 
     Attributes:
         model: restored after every step.
-        draw: makes the input of an attempt.
+        draw: makes the inputs of an attempt; of the first, gradients are results too.
         seen: values that hooks record.
     """
 
     model: nn.Module
-    draw: Callable[[int], Tensor]
+    draw: Callable[[int], tuple[Tensor, ...]]
     seen: list[float]
 
     def __post_init__(self) -> None:
@@ -51,13 +51,13 @@ class Stepper:
     def step(self, attempt: int, context: Context, backward: bool = True, seed: int | None = None) -> Results:
         """Outputs, gradients, buffers and what hooks saw; with a seed, under noise."""
         self.seen.clear()
-        x = self.draw(attempt)
+        x, *others = self.draw(attempt)
         torch.manual_seed(attempt)  # for dropouts
         # Other data gets other noise: under the same noise, an element near a tie always falls to the same side.
         noisy = contextlib.nullcontext() if seed is None else noise(self.model, 1000 * attempt + seed)
         try:
             with context(), noisy, torch.set_grad_enabled(backward):
-                outputs = [y for y in pytree.tree_leaves(self.model(x)) if isinstance(y, Tensor)]
+                outputs = [y for y in pytree.tree_leaves(self.model(x, *others)) if isinstance(y, Tensor)]
                 results = {f"output {number}": y.detach().clone() for number, y in enumerate(outputs)}
                 if backward:
                     self._backward(outputs)

@@ -84,6 +84,8 @@ def surrounded(program: Program, rng: random.Random) -> Program:
         after.append(f"model.{_part(rng, program, callables)}.{rng.choice(HOOKS)}")
     if rng.random() < 0.15:
         after += _change(rng, modules)
+    if rng.random() < 0.05:
+        after.append("model.lock = threading.Lock()")  # an attribute that cannot be copied
     return replace(
         program,
         before=tuple(before),

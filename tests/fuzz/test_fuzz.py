@@ -89,7 +89,7 @@ def test_noise_explains_a_rounding_but_no_larger_difference() -> None:
 def test_a_step_leaves_the_model_as_it_was() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    results = Stepper(model, lambda attempt: torch.randn(4, 2), []).step(0, plain_formulas)
+    results = Stepper(model, lambda attempt: (torch.randn(4, 2),), []).step(0, plain_formulas)
     assert not torch.equal(results["buffer 1.running_mean"], before["1.running_mean"])
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,18 @@ def test_copies_pickles_and_strict_loading_change_nothing(case: str) -> None:
         assert noted(twin, LEFT_IN_FLOAT) == noted(model, LEFT_IN_FLOAT)
         for name, found in trained_gradients(twin, x).items():
             torch.testing.assert_close(found, gradients[name], msg=name)
+
+
+def test_what_cannot_be_copied_is_shared_by_copies() -> None:
+    _, model, x = ready(next(iter(NETS)))
+    expected, lock = model(x), threading.Lock()
+    model.log, model.sizes = lock, [1]
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    twin = copy.deepcopy(model)
+    assert twin.log is lock and twin.sizes == [1] and twin.sizes is not model.sizes
+    assert torch.equal(twin(x), expected)
+    assert torch.equal(qat.convert(model)(x), expected)
 
 
 def trained_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
