@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import warnings_ignored
+from qat.export.onnx.translations import own_translations
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import pytree
 
@@ -25,8 +26,9 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
         shapes = _free_batch(args, kwargs) if samples > 1 else None
         with quiet_export():
             return torch.onnx.export(
-                frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False
-            )
+                frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False,
+                custom_translation_table=own_translations(),
+            )  # fmt: skip
 
     try:
         return run(2)

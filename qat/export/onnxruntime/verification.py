@@ -1,10 +1,14 @@
 """`verify_onnx` and `compare_layers`: an exported file in ONNX Runtime against its torch model."""
 
+import math
 import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,13 @@ from qat.export.agreement import Pair, Verification, judge
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
-from qat.integers.following import Follower, LayerDifference, no_quantizer
+from qat.integers.following import ROUNDING, Follower, LayerDifference, no_quantizer
 
 FLOAT_CONVOLUTIONS = ("Conv", "FusedConv", "ConvTranspose")
 """What ONNX Runtime computes convolutions in float with; integer ones are QLinearConv."""
+
+TIES = 0.01
+"""The share of integers or answers that a near-tie just before them may change."""
 
 NUMBER = re.compile(r"\.\d+$")
 """The end of the name of a quantizer's further calls."""
@@ -69,7 +76,8 @@ def compare_layers(
     """Compare every quantizer's integers between ONNX Runtime and torch, each layer given the same input integers.
 
     ONNX Runtime's integers are read at every quantizer. The torch model then computes each next quantizer's integers
-    from them, so that a difference is the layer's own and does not come from an earlier one.
+    from them, so that a difference is the layer's own and does not come from an earlier one. Reading may keep the
+    runtime from fusing operators: a file that answers otherwise unread has a last difference, `LayerDifference.fused`.
 
     Args:
         path: the exported file.
@@ -83,7 +91,9 @@ def compare_layers(
         ValueError: if the file's quantizers are not the model's.
     """
     check_model(compare_layers, model)
-    return LayerComparison(path, model, optimize, default_session=default_session).follow(inputs)[0]
+    comparison = LayerComparison(path, model, optimize, default_session=default_session)
+    found, answers = comparison.follow(inputs)
+    return [*found, *comparison.fused(inputs, [read for _, read in answers])]
 
 
 class LayerComparison:
@@ -104,24 +114,40 @@ class LayerComparison:
 
         self.file, self.model = Path(path).name, evaluation_copy(model, fold_quantizers=True)
         self.calls = quantizer_calls(self.model)
-        proto = onnx.load(path, load_external_data=False)
-        produced = [output for node in proto.graph.node for output in node.output]
+        self.proto = onnx.load(path, load_external_data=False)
+        produced = [output for node in self.proto.graph.node for output in node.output]
         self.names = [name for name in produced if name in self.calls or NUMBER.sub("", name) in self.calls]
         self.missing = [name for known in self.calls.values() for name in known if name not in self.names]
-        self.outputs = [output.name for output in proto.graph.output]
-        more = [name for name in self.names if name not in self.outputs]
-        proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in more)
-        content = proto.SerializeToString()
-        self.session = open_session(path, optimize=optimize, exact=not default_session, content=content)
+        self.outputs = [output.name for output in self.proto.graph.output]
+        self._open = partial(open_session, path, optimize=optimize, exact=not default_session)
+        self.session = self.reading(self.names)
 
-    def follow(self, inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """`compare_layers`, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
+    def reading(self, names: Iterable[str]) -> Any:
+        """A session of the file that also gives the integers of these quantizers."""
+        import onnx
+
+        proto = type(self.proto).FromString(self.proto.SerializeToString())
+        more = [name for name in names if name not in self.outputs]
+        proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in more)
+        return self._open(content=proto.SerializeToString())
+
+    def follow(
+        self, inputs: Any, unread: Collection[str] = ()
+    ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
+        """`compare_layers`, and every output twice: by torch from ONNX Runtime's last integers, and by the latter.
+
+        Args:
+            inputs: one batch.
+            unread: quantizers whose integers are not read, so that the runtime fuses as it will around them.
+        """
+        names = [name for name in self.names if name not in unread]
+        session = self.reading(names) if unread else self.session
         try:
-            results = run_session(self.session, inputs, [*self.outputs, *self.names])
+            results = run_session(session, inputs, [*self.outputs, *names])
         except ValueError as error:
             raise no_quantizer(self.file, self.missing[0]) if self.missing else error from None
         theirs, integers = results[: len(self.outputs)], results[len(self.outputs) :]
-        follower = Follower(self.calls, dict(zip(self.names, integers, strict=True)), self.file)
+        follower = Follower(self.calls, dict(zip(names, integers, strict=True)), self.file, unread)
         with follower.following(self.model), torch.no_grad():
             found = run_batch("compare_layers", self.model, inputs)
         ours = [x.float() for x in output_tensors(found)]
@@ -130,6 +156,41 @@ class LayerComparison:
                 f"compare_layers: the outputs of {self.file} have other shapes than the model's; was it made from it?"
             )
         return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
+
+    def fused(self, inputs: Any, read: list[Tensor]) -> list[LayerDifference]:
+        """What the runtime computes otherwise where nobody reads integers; empty if that is near-ties at most.
+
+        Args:
+            inputs: one batch.
+            read: the answers to it where all are read.
+        """
+
+        def answers_otherwise(unread: Collection[str]) -> bool:
+            session = self.reading(name for name in self.names if name not in unread)
+            theirs = run_session(session, inputs, self.outputs)
+            return any(bool(_off(a, b.float()).any()) for a, b in zip(read, theirs, strict=True))
+
+        found: list[str] = []  # the fewest quantizers that are enough if they are not read
+        names = self.names if answers_otherwise(self.names) else []
+        while names and not (found and answers_otherwise(found)):
+            last = bisect_left(range(len(names)), True, key=lambda n: answers_otherwise([*found, *names[: n + 1]]))
+            found.insert(0, names[last])
+            names = names[:last]
+        if not found:
+            return []
+        differences, answers = self.follow(inputs, found)
+        step = float(self.model.get_submodule(NUMBER.sub("", found[-1])).grid()[0])
+        for name, (ours, theirs) in zip(self.outputs, answers, strict=True):
+            off, levels = int(_off(ours, theirs).sum()), math.ceil(float((ours - theirs).abs().max()) / step)
+            differences.append(LayerDifference(name, ours.numel(), off, levels, off))
+        worst = max(differences, key=lambda each: each.beyond_ties / max(each.elements, 1))
+        return [replace(worst, fused=tuple(found))] if worst.beyond_ties > TIES * worst.elements else []
+
+
+def _off(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Which answers differ by more than float32 rounding."""
+    most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
+    return ~torch.isclose(ours, theirs, rtol=0, atol=ROUNDING * most, equal_nan=True)
 
 
 def optimized_operators(path: str | os.PathLike[str], *, exact: bool = True) -> Counter[str]:
