@@ -125,6 +125,8 @@ def probable_cause(
             f"this processor adds pairs of products in 16 bits (no VNNI), where {layers} layers may saturate; compare"
             " without --default-session, and see docs/targets.md for exact sessions and models"
         )
+    if layer.fused:
+        return f"a fusion of ONNX Runtime between {' and '.join(layer.fused)}: it answers right where one of them is read"
     plain = [] if engine else compare_layers(path, opened.quantized, images, optimize=False)
     if any(each.name == layer.name and not each.beyond_ties for each in plain):
         return (

@@ -1,7 +1,7 @@
 """A model run along the integers of another runtime, so that each layer is compared on the same input integers."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +33,8 @@ class LayerDifference:
         largest: largest difference, in levels.
         beyond_ties: how many of those that differ are no near-ties: torch's value would have to be off by more than
             `NEAR_TIE` levels to be rounded to the other integer.
-        fused: the quantizers from which on the runtime fuses operators into others, if the difference is one of the
-            file as it runs and is gone as soon as these are read; `name` is where it shows, a quantizer or an output.
+        fused: the quantizers between which the runtime fuses what it computes otherwise, unless one of them is read;
+            `name` is then the quantizer or output where that shows.
     """
 
     name: str
@@ -53,16 +53,13 @@ class Follower:
         integers: of the other runtime, as stored, by the names of the calls. A format may merge equal calls: of
             these one is enough.
         file: where they come from, for errors.
-        unread: the calls that nobody reads, where the model goes on with its own integers.
 
     Attributes:
         differences: of every call, in the order in which the model runs.
     """
 
-    def __init__(
-        self, calls: dict[str, list[str]], integers: dict[str, Tensor], file: str, unread: Collection[str] = ()
-    ) -> None:
-        self.calls, self.integers, self.file, self.unread = calls, integers, file, unread
+    def __init__(self, calls: dict[str, list[str]], integers: dict[str, Tensor], file: str) -> None:
+        self.calls, self.integers, self.file = calls, integers, file
         self.differences: list[LayerDifference] = []
         self._seen: Counter[str] = Counter()
         self._merged = any(name not in integers for names in calls.values() for name in names)
@@ -80,8 +77,6 @@ class Follower:
     def _follow(self, path: str, quantizer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """What the quantizer answers instead: the other runtime's values."""
         name = numbered(path, self._seen)
-        if name in self.unread:
-            return output
         theirs = self._theirs(name, quantizer, args[0]) - stored_offset(quantizer)
         self.differences.append(_difference(name, quantizer, args[0], theirs))
         scale, zero_point = quantizer.grid()

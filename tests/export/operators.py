@@ -2,6 +2,8 @@
 
 import itertools
 
+Shape = tuple[int, ...]
+
 IMAGE, ROW, VOLUME, TOKENS = (2, 4, 7, 9), (2, 4, 11), (2, 4, 5, 6, 7), (2, 6, 8)
 """The shapes of x and y, and what each operator below is tried on."""
 
@@ -13,7 +15,8 @@ CURVES = (
     "F.hardshrink(x, 0.2)", "F.softshrink(x, 0.2)", "F.threshold(x, 0.1, 0.3)", "F.leaky_relu(x)",
     "F.leaky_relu(x, 0.2)", "F.leaky_relu(x, 1.5)", "nn.LeakyReLU(-0.3)", "nn.PReLU()", "nn.PReLU(C)", "F.glu(x, 1)",
     "F.relu(x)", "F.relu6(x)", "F.hardtanh(x, -0.3, 0.4)", "x.clamp(-0.2, 0.3)", "x.clamp(min=-0.2)", "x.clamp(max=0.2)",
-    "torch.clamp(x, y, y + 1)", "F.rrelu(x)",
+    "torch.clamp(x, y, y + 1)",
+    "F.rrelu(x)",
 )  # fmt: skip
 
 JOINS = (
@@ -49,14 +52,16 @@ REDUCED = (
 MOVES = (
     "x.flatten(1)", "x.reshape(x.shape[0], -1, 2, x.shape[-1])", "x.transpose(1, -1)", "x.unsqueeze(2).squeeze(2)",
     "x.roll(1, -1)", "x.roll((1, -2), (1, 2))", "x.flip(-1)", "x[:, :, 1:-1]", "x[..., ::2]", "x[:, ::2]",
-    "x.repeat_interleave(2, 1)", "x.narrow(1, 1, 2)", "x.select(-1, 1).unsqueeze(-1)", "torch.cat(x.chunk(2, 1)[::-1], 1)",
+    "x.repeat_interleave(2, 1)", "x.narrow(1, 1, 2)", "x.select(-1, 1).unsqueeze(-1)",
+    "torch.cat(x.chunk(2, 1)[::-1], 1)",
     "x.tile(2)", "x.unfold(2, 3, 2).flatten(2)", "x.index_select(1, torch.tensor([2, 0]))", "x[:, [1, 0]]",
-    "torch.tril(x)", "torch.triu(x, 1)", "x.masked_fill(x > 0.3, 0.1)", "x.expand(2, *x.shape[1:])",
+    "torch.tril(x)", "torch.triu(x, 1)", "x.masked_fill(x > 0.3, 0.1)",
 )  # fmt: skip
 
 IMAGES_ONLY = (
     "F.pixel_shuffle(x, 2)", "F.channel_shuffle(x, 2)", "F.pixel_unshuffle(F.pad(x, (0, 1, 0, 1)), 2)",
-    "F.unfold(x, 3)", "F.unfold(x, (2, 3), dilation=2, padding=1, stride=2)", "F.grid_sample(x, y[:, :2].permute(0, 2, 3, 1))",
+    "F.unfold(x, 3)", "F.unfold(x, (2, 3), dilation=2, padding=1, stride=2)",
+    "F.grid_sample(x, y[:, :2].permute(0, 2, 3, 1))",
     "F.softmax(x.flatten(2), -1)", "x.permute(0, 2, 3, 1)", "F.lp_pool2d(x, 2, 2)", "F.local_response_norm(x, 3)",
     "F.dropout(x, 0.5, False)", "F.dropout2d(x, 0.5, False)", "x.rot90(1, (2, 3))",
     "F.grid_sample(x, y[:, :2].permute(0, 2, 3, 1), align_corners=True, padding_mode='border')",
@@ -69,18 +74,19 @@ PRODUCTS = (
     "torch.einsum('bnc,bmc->bnm', x, y)", "F.scaled_dot_product_attention(x, y, x + y)",
     "torch.baddbmm(x @ y.transpose(1, 2), x, y.transpose(1, 2), beta=0.5, alpha=2)", "F.layer_norm(x, (8,))",
     "nn.LayerNorm(8)", "nn.LayerNorm((6, 8), eps=0.1)", "nn.LayerNorm(8, elementwise_affine=False)",
-    "nn.LayerNorm(8, bias=False)", "nn.RMSNorm(8)", "nn.RMSNorm(8, eps=0.1)", "F.scaled_dot_product_attention(x, y, y, is_causal=True)",
-    "F.scaled_dot_product_attention(x, y, y, scale=0.5)", "torch.cdist(x, y)", "torch.cross(x[..., :3], y[..., :3], dim=-1)",
+    "nn.LayerNorm(8, bias=False)", "nn.RMSNorm(8)", "nn.RMSNorm(8, eps=0.1)",
+    "F.scaled_dot_product_attention(x, y, y, is_causal=True)",
+    "F.scaled_dot_product_attention(x, y, y, scale=0.5)", "torch.cdist(x, y)",
+    "torch.cross(x[..., :3], y[..., :3], dim=-1)",
 )  # fmt: skip
-
-SCALES = ("size", "scale_factor")
 
 
 def pools(rank: int) -> list[str]:
     """Pools of so many axes, with every option."""
     options = {"ceil_mode": (False, True), "count_include_pad": (True, False)}
     found = []
-    for kernel, ceil, counted in itertools.product(("2", "3, 2, 1", "3, 2", "4, 3, 2", "2, 1, 1"), *options.values()):
+    kernels = ("2", "3, 2, 1", "3, 2", *(["4, 3, 2"] if rank < 3 else []), "2, 1, 1")  # in 3-d ONNX's sizes are others
+    for kernel, ceil, counted in itertools.product(kernels, *options.values()):
         found.append(f"F.avg_pool{rank}d(x, {kernel}, ceil_mode={ceil}, count_include_pad={counted})")
     for rest in (
         "3",
@@ -150,3 +156,24 @@ OPERATORS = [
     *((TOKENS, each) for each in (*PRODUCTS, *CURVES[:14], *JOINS[:16])),
 ]
 """Each with the shape of its operands."""
+
+REFUSED = {
+    "F.rrelu(x)": "torch.onnx cannot export", "torch.fmax(x, y)": "torch.onnx cannot export",
+    "torch.hypot(x, y)": "torch.onnx cannot export", "torch.cdist(x, y)": "torch.onnx cannot export",
+    "x.median(1, keepdim=True)[0]": "torch.onnx cannot export",
+    **{f"F.adaptive_max_pool{rank}d(x, 2)": "torch.onnx cannot export" for rank in (1, 2, 3)},
+    **{f"F.adaptive_avg_pool3d(x, {size})": "torch.onnx cannot export" for size in (2, 3)},
+    **{source: "torch.onnx writes another function for" for _, source in OPERATORS
+       if "divisor_override" in source or ("antialias" in source and "align_corners" in source)},
+}  # fmt: skip
+"""What `export_onnx` does not write, and a part of the sentence that says so."""
+
+CHOSEN = [(IMAGE, each) for each in (
+    "F.softmax(x, 1)", "F.softmax(x, -1)", "F.sigmoid(x)", "F.leaky_relu(x, 0.2)", "x + y", "x * y",
+    "torch.cat([x, y], 1)", "torch.atan2(x, y)", "x.mean((-2, -1), keepdim=True)", "x.clamp(-0.2, 0.3)",
+    "F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=True)",
+    "F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=True)",
+    "F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False)",
+    "F.interpolate(x, size=(3, 4), mode='bilinear', antialias=True)",
+)]  # fmt: skip
+"""What every run of the tests looks at: at least what was wrong once."""

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import warnings_ignored
-from qat.export.onnx.translations import own_translations
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import pytree
+
+FACTORS = ("scale_factors", "scales_h", "scales_w")
+"""Arguments of interpolations that are not sizes."""
 
 
 def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
@@ -27,7 +30,7 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
         with quiet_export():
             return torch.onnx.export(
                 frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False,
-                custom_translation_table=own_translations(),
+                custom_translation_table={torch.ops.aten.atan2.default: _atan2},
             )  # fmt: skip
 
     try:
@@ -36,6 +39,31 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
         with contextlib.suppress(Exception):
             return run(1)
         raise
+
+
+def _atan2(y: Any, x: Any) -> Any:
+    """atan2 as ONNX's operators; torch.onnx's own is -pi where y = 0 and x < 0."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    zero, half = op.Sub(x, x), op.CastLike(math.pi, x)
+    turned = op.Where(op.Less(x, zero), op.Where(op.Less(y, zero), op.Neg(half), half), zero)
+    return op.Add(op.Where(op.Equal(y, zero), zero, op.Atan(op.Div(y, x))), turned)
+
+
+def refuse_lost_options(program: Any) -> None:
+    """Refuse options that torch.onnx drops, or that ONNX's operators have with another meaning."""
+    for node in program.exported_program.graph.nodes:
+        known = getattr(node.target, "_schema", None)
+        given = dict(zip([each.name for each in known.arguments], node.args, strict=False)) if known else {}
+        given, lost = given | node.kwargs, ""
+        if given.get("divisor_override"):
+            lost = f"divisor_override={given['divisor_override']}; multiply the average by a number instead"
+        elif known and known.name.endswith("2d_aa") and (given["align_corners"] or any(map(given.get, FACTORS))):
+            lost = "align_corners or scale_factor with antialias=True; give size, or recompute_scale_factor=True"
+        if lost:
+            _, (module, _) = list(node.meta.get("nn_module_stack", {"": ("", "")}).items())[-1]
+            raise ValueError(f"export_onnx: {module or node.name}: torch.onnx writes another function for {lost}")
 
 
 def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,8 +24,8 @@ class Differences:
         predictions: how many were compared, of the output that differs most.
         differing: how many of them are not the model's.
         unexplained: how many of these do not follow from near-ties.
-        layers: in the batches with such predictions, every layer's integers, given the same integers before it; and the
-            fusion behind what is unexplained, if one is found (`LayerDifference.fused`).
+        layers: in the batches with such predictions, every layer's integers, given the same integers before it, and a
+            fusion behind what is unexplained (`LayerDifference.fused`).
     """
 
     predictions: int = 0
@@ -96,13 +96,7 @@ def _sums(layers: list[LayerDifference]) -> list[LayerDifference]:
     """The differences of several batches, added layer by layer."""
     found: dict[Any, LayerDifference] = {}
     for each in layers:
-        key = each.name, each.fused
-        old = found.get(key, LayerDifference(each.name, 0, 0, 0))
-        found[key] = replace(
-            each,
-            elements=old.elements + each.elements,
-            differing=old.differing + each.differing,
-            largest=max(old.largest, each.largest),
-            beyond_ties=old.beyond_ties + each.beyond_ties,
-        )
+        old = found.setdefault((each.name, each.fused), replace(each, elements=0, differing=0, beyond_ties=0))
+        sums = {key: getattr(old, key) + getattr(each, key) for key in ("elements", "differing", "beyond_ties")}
+        found[each.name, each.fused] = replace(each, largest=max(old.largest, each.largest), **sums)
     return list(found.values())

@@ -1,11 +1,10 @@
 """`verify_onnx` and `compare_layers`: an exported file in ONNX Runtime against its torch model."""
 
-import math
 import os
 import re
 import tempfile
-from collections import Counter
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
@@ -20,13 +19,10 @@ from qat.export.agreement import Pair, Verification, judge
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
-from qat.integers.following import ROUNDING, Follower, LayerDifference, no_quantizer
+from qat.integers.following import NEAR_TIE, ROUNDING, Follower, LayerDifference, no_quantizer
 
 FLOAT_CONVOLUTIONS = ("Conv", "FusedConv", "ConvTranspose")
 """What ONNX Runtime computes convolutions in float with; integer ones are QLinearConv."""
-
-TIES = 0.01
-"""The share of integers or answers that a near-tie just before them may change."""
 
 NUMBER = re.compile(r"\.\d+$")
 """The end of the name of a quantizer's further calls."""
@@ -77,7 +73,7 @@ def compare_layers(
 
     ONNX Runtime's integers are read at every quantizer. The torch model then computes each next quantizer's integers
     from them, so that a difference is the layer's own and does not come from an earlier one. Reading may keep the
-    runtime from fusing operators: a file that answers otherwise unread has a last difference, `LayerDifference.fused`.
+    runtime from fusing operators: if it answers otherwise unread, the last difference says where (`fused`).
 
     Args:
         path: the exported file.
@@ -119,35 +115,32 @@ class LayerComparison:
         self.names = [name for name in produced if name in self.calls or NUMBER.sub("", name) in self.calls]
         self.missing = [name for known in self.calls.values() for name in known if name not in self.names]
         self.outputs = [output.name for output in self.proto.graph.output]
-        self._open = partial(open_session, path, optimize=optimize, exact=not default_session)
-        self.session = self.reading(self.names)
+        self.open = partial(open_session, path, optimize=optimize, exact=not default_session)
+        self.session, _ = self.reading(())
 
-    def reading(self, names: Iterable[str]) -> Any:
-        """A session of the file that also gives the integers of these quantizers."""
-        import onnx
-
+    def reading(self, unread: Collection[str]) -> tuple[Any, list[str]]:
+        """A session that also gives the integers of all quantizers but these, and the names of what it gives."""
         proto = type(self.proto).FromString(self.proto.SerializeToString())
-        more = [name for name in names if name not in self.outputs]
-        proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in more)
-        return self._open(content=proto.SerializeToString())
+        left_out = {name for path in unread for name in self.calls[path]}
+        names = [name for name in self.names if name not in left_out]
+        proto.graph.output.extend(type(proto.graph.output[0])(name=name) for name in names if name not in self.outputs)
+        return self.open(content=proto.SerializeToString()), names
 
     def follow(
         self, inputs: Any, unread: Collection[str] = ()
     ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
         """`compare_layers`, and every output twice: by torch from ONNX Runtime's last integers, and by the latter.
 
-        Args:
-            inputs: one batch.
-            unread: quantizers whose integers are not read, so that the runtime fuses as it will around them.
+        At `unread` quantizers the runtime fuses as it will, and torch goes on with integers of its own.
         """
-        names = [name for name in self.names if name not in unread]
-        session = self.reading(names) if unread else self.session
+        session, names = self.reading(unread) if unread else (self.session, self.names)
         try:
             results = run_session(session, inputs, [*self.outputs, *names])
         except ValueError as error:
             raise no_quantizer(self.file, self.missing[0]) if self.missing else error from None
         theirs, integers = results[: len(self.outputs)], results[len(self.outputs) :]
-        follower = Follower(self.calls, dict(zip(names, integers, strict=True)), self.file, unread)
+        calls = {path: known for path, known in self.calls.items() if path not in unread}
+        follower = Follower(calls, dict(zip(names, integers, strict=True)), self.file)
         with follower.following(self.model), torch.no_grad():
             found = run_batch("compare_layers", self.model, inputs)
         ours = [x.float() for x in output_tensors(found)]
@@ -158,39 +151,31 @@ class LayerComparison:
         return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
 
     def fused(self, inputs: Any, read: list[Tensor]) -> list[LayerDifference]:
-        """What the runtime computes otherwise where nobody reads integers; empty if that is near-ties at most.
-
-        Args:
-            inputs: one batch.
-            read: the answers to it where all are read.
-        """
+        """What is computed otherwise where nobody reads integers, given the answers where all are read; or nothing."""
 
         def answers_otherwise(unread: Collection[str]) -> bool:
-            session = self.reading(name for name in self.names if name not in unread)
-            theirs = run_session(session, inputs, self.outputs)
-            return any(bool(_off(a, b.float()).any()) for a, b in zip(read, theirs, strict=True))
+            answers = run_session(self.reading(unread)[0], inputs, self.outputs)
+            return any(_off(a, b.float()) for a, b in zip(read, answers, strict=True))
 
-        found: list[str] = []  # the fewest quantizers that are enough if they are not read
-        names = self.names if answers_otherwise(self.names) else []
-        while names and not (found and answers_otherwise(found)):
-            last = bisect_left(range(len(names)), True, key=lambda n: answers_otherwise([*found, *names[: n + 1]]))
-            found.insert(0, names[last])
-            names = names[:last]
+        found, left = list[str](), list(self.calls) if answers_otherwise(self.calls) else []
+        while left and not (found and answers_otherwise(found)):  # the fewest that are enough
+            last = bisect_left(range(len(left)), True, key=lambda n: answers_otherwise([*found, *left[: n + 1]]))
+            found, left = [left[last], *found], left[:last]
         if not found:
             return []
         differences, answers = self.follow(inputs, found)
-        step = float(self.model.get_submodule(NUMBER.sub("", found[-1])).grid()[0])
+        last_one: Any = self.model.get_submodule(found[-1])
         for name, (ours, theirs) in zip(self.outputs, answers, strict=True):
-            off, levels = int(_off(ours, theirs).sum()), math.ceil(float((ours - theirs).abs().max()) / step)
-            differences.append(LayerDifference(name, ours.numel(), off, levels, off))
+            off, levels = _off(ours, theirs), ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
+            differences.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
         worst = max(differences, key=lambda each: each.beyond_ties / max(each.elements, 1))
-        return [replace(worst, fused=tuple(found))] if worst.beyond_ties > TIES * worst.elements else []
+        return [replace(worst, fused=tuple(found))] if worst.beyond_ties > NEAR_TIE * worst.elements else []
 
 
-def _off(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Which answers differ by more than float32 rounding."""
+def _off(ours: Tensor, theirs: Tensor) -> int:
+    """How many answers differ by more than float32 rounding."""
     most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
-    return ~torch.isclose(ours, theirs, rtol=0, atol=ROUNDING * most, equal_nan=True)
+    return int((~torch.isclose(ours, theirs, rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
 
 
 def optimized_operators(path: str | os.PathLike[str], *, exact: bool = True) -> Counter[str]:
