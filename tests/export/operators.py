@@ -14,9 +14,8 @@ CURVES = (
     "F.softplus(x)", "F.softplus(x, beta=3, threshold=2)", "F.softsign(x)", "F.logsigmoid(x)", "F.tanhshrink(x)",
     "F.hardshrink(x, 0.2)", "F.softshrink(x, 0.2)", "F.threshold(x, 0.1, 0.3)", "F.leaky_relu(x)",
     "F.leaky_relu(x, 0.2)", "F.leaky_relu(x, 1.5)", "nn.LeakyReLU(-0.3)", "nn.PReLU()", "nn.PReLU(C)", "F.glu(x, 1)",
-    "F.relu(x)", "F.relu6(x)", "F.hardtanh(x, -0.3, 0.4)", "x.clamp(-0.2, 0.3)", "x.clamp(min=-0.2)", "x.clamp(max=0.2)",
-    "torch.clamp(x, y, y + 1)",
-    "F.rrelu(x)",
+    "F.relu(x)", "F.relu6(x)", "F.hardtanh(x, -0.3, 0.4)", "x.clamp(-0.2, 0.3)", "x.clamp(min=-0.2)",
+    "x.clamp(max=0.2)", "torch.clamp(x, y, y + 1)", "F.rrelu(x)",
 )  # fmt: skip
 
 JOINS = (
@@ -163,7 +162,7 @@ REFUSED = {
     "x.median(1, keepdim=True)[0]": "torch.onnx cannot export",
     **{f"F.adaptive_max_pool{rank}d(x, 2)": "torch.onnx cannot export" for rank in (1, 2, 3)},
     **{f"F.adaptive_avg_pool3d(x, {size})": "torch.onnx cannot export" for size in (2, 3)},
-    **{source: "torch.onnx writes another function for" for _, source in OPERATORS
+    **{source: "torch.onnx loses" for _, source in OPERATORS
        if "divisor_override" in source or ("antialias" in source and "align_corners" in source)},
 }  # fmt: skip
 """What `export_onnx` does not write, and a part of the sentence that says so."""

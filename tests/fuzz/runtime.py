@@ -19,8 +19,10 @@ def against_runtime(model: Any, x: Tensor) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         qat.export_onnx(model, path, x)
-        layers, outputs = LayerComparison(path, model).follow(x)
-    for layer in layers:
+        comparison = LayerComparison(path, model)
+        layers, outputs = comparison.follow(x)
+        fused = comparison.fused(x, [theirs for _, theirs in outputs])
+    for layer in [*layers, *fused]:
         if layer.largest > 1 or layer.differing > 2 + RARELY * layer.elements:
             return str(layer)
     for ours, theirs in outputs:

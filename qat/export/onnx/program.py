@@ -15,9 +15,6 @@ from qat.contexts import warnings_ignored
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import pytree
 
-FACTORS = ("scale_factors", "scales_h", "scales_w")
-"""Arguments of interpolations that are not sizes."""
-
 
 def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
     """The exporter's program, whose first axis is free, or fixed if the model takes no other length."""
@@ -54,16 +51,13 @@ def _atan2(y: Any, x: Any) -> Any:
 def refuse_lost_options(program: Any) -> None:
     """Refuse options that torch.onnx drops, or that ONNX's operators have with another meaning."""
     for node in program.exported_program.graph.nodes:
-        known = getattr(node.target, "_schema", None)
-        given = dict(zip([each.name for each in known.arguments], node.args, strict=False)) if known else {}
-        given, lost = given | node.kwargs, ""
-        if given.get("divisor_override"):
-            lost = f"divisor_override={given['divisor_override']}; multiply the average by a number instead"
-        elif known and known.name.endswith("2d_aa") and (given["align_corners"] or any(map(given.get, FACTORS))):
-            lost = "align_corners or scale_factor with antialias=True; give size, or recompute_scale_factor=True"
-        if lost:
-            _, (module, _) = list(node.meta.get("nn_module_stack", {"": ("", "")}).items())[-1]
-            raise ValueError(f"export_onnx: {module or node.name}: torch.onnx writes another function for {lost}")
+        names = [each.name for each in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
+        for name, value in (*zip(names, node.args, strict=False), *node.kwargs.items()):
+            smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
+            if value and (smooth or name == "divisor_override"):
+                module, _ = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
+                cure = "interpolate to a size, or without antialias" if smooth else "multiply the average by a number"
+                raise ValueError(f"export_onnx: {module or node.name}: torch.onnx loses {name}={value}; {cure}")
 
 
 def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -210,10 +210,9 @@ def _requantizes(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Arr
 def _ends_otherwise(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> bool:
     """Whether a QuantizeLinear is fused with an operator before it into one that computes another function."""
     before = made_by.get(_origin(node.input[0], made_by)) if node.op_type == "QuantizeLinear" else None
-    if before is not None and before.op_type == "Softmax":
-        return bool((np.float32(1) / stored[node.input[1]] % 1).any())
-    options = {each.name: each.i for each in before.attribute} if before is not None else {}
-    return bool(options.get("ceil_mode") and options.get("count_include_pad"))
+    if before is None or before.op_type == "Softmax":
+        return before is not None and bool((np.float32(1) / stored[node.input[1]] % 1).any())
+    return {"ceil_mode", "count_include_pad"} <= {each.name for each in before.attribute if each.i}
 
 
 def _is_float_layer(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> bool:

@@ -119,27 +119,24 @@ class LayerComparison:
         self.session, _ = self.reading(())
 
     def reading(self, unread: Collection[str]) -> tuple[Any, list[str]]:
-        """A session that also gives the integers of all quantizers but these, and the names of what it gives."""
-        proto = type(self.proto).FromString(self.proto.SerializeToString())
+        """A session that also gives the integers of all quantizers but these, and their names."""
         left_out = {name for path in unread for name in self.calls[path]}
-        names = [name for name in self.names if name not in left_out]
-        proto.graph.output.extend(type(proto.graph.output[0])(name=name) for name in names if name not in self.outputs)
-        return self.open(content=proto.SerializeToString()), names
+        names, given = [name for name in self.names if name not in left_out], self.proto.graph.output
+        del given[len(self.outputs) :]
+        given.extend(type(given[0])(name=name) for name in names if name not in self.outputs)
+        return self.open(content=self.proto.SerializeToString()), names
 
     def follow(
         self, inputs: Any, unread: Collection[str] = ()
     ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """`compare_layers`, and every output twice: by torch from ONNX Runtime's last integers, and by the latter.
-
-        At `unread` quantizers the runtime fuses as it will, and torch goes on with integers of its own.
-        """
+        """Every layer, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
         session, names = self.reading(unread) if unread else (self.session, self.names)
         try:
             results = run_session(session, inputs, [*self.outputs, *names])
         except ValueError as error:
             raise no_quantizer(self.file, self.missing[0]) if self.missing else error from None
         theirs, integers = results[: len(self.outputs)], results[len(self.outputs) :]
-        calls = {path: known for path, known in self.calls.items() if path not in unread}
+        calls = {path: self.calls[path] for path in self.calls if path not in unread}  # torch has its own for others
         follower = Follower(calls, dict(zip(names, integers, strict=True)), self.file)
         with follower.following(self.model), torch.no_grad():
             found = run_batch("compare_layers", self.model, inputs)
@@ -153,29 +150,25 @@ class LayerComparison:
     def fused(self, inputs: Any, read: list[Tensor]) -> list[LayerDifference]:
         """What is computed otherwise where nobody reads integers, given the answers where all are read; or nothing."""
 
-        def answers_otherwise(unread: Collection[str]) -> bool:
-            answers = run_session(self.reading(unread)[0], inputs, self.outputs)
-            return any(_off(a, b.float()) for a, b in zip(read, answers, strict=True))
+        def differ(unread: Collection[str]) -> bool:
+            return any(map(_off, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
 
-        found, left = list[str](), list(self.calls) if answers_otherwise(self.calls) else []
-        while left and not (found and answers_otherwise(found)):  # the fewest that are enough
-            last = bisect_left(range(len(left)), True, key=lambda n: answers_otherwise([*found, *left[: n + 1]]))
+        found, left = list[str](), list(self.calls) if differ(self.calls) else []
+        while left and not (found and differ(found)):  # the fewest that are enough
+            last = bisect_left(range(len(left)), True, key=lambda n: differ([*found, *left[: n + 1]]))
             found, left = [left[last], *found], left[:last]
-        if not found:
-            return []
-        differences, answers = self.follow(inputs, found)
-        last_one: Any = self.model.get_submodule(found[-1])
-        for name, (ours, theirs) in zip(self.outputs, answers, strict=True):
+        layers, answers = self.follow(inputs, found) if found else ([], [])
+        for name, (ours, theirs) in zip(self.outputs, answers, strict=False):
+            last_one: Any = self.model.get_submodule(found[-1])
             off, levels = _off(ours, theirs), ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
-            differences.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
-        worst = max(differences, key=lambda each: each.beyond_ties / max(each.elements, 1))
-        return [replace(worst, fused=tuple(found))] if worst.beyond_ties > NEAR_TIE * worst.elements else []
+            layers.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
+        return [replace(each, fused=tuple(found)) for each in layers if each.beyond_ties > NEAR_TIE * each.elements][:1]
 
 
 def _off(ours: Tensor, theirs: Tensor) -> int:
     """How many answers differ by more than float32 rounding."""
     most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
-    return int((~torch.isclose(ours, theirs, rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
+    return int((~torch.isclose(ours, theirs.float(), rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
 
 
 def optimized_operators(path: str | os.PathLike[str], *, exact: bool = True) -> Counter[str]:
