@@ -126,10 +126,10 @@ def probable_cause(
             " without --default-session, and see docs/targets.md for exact sessions and models"
         )
     plain = [] if engine else compare_layers(path, opened.quantized, images, optimize=False)
-    if any(each.name == layer.name and not each.beyond_ties for each in plain):
-        return (
-            "an optimisation of ONNX Runtime: without its graph optimisation this layer is equal; try another version"
-        )
+    if layer.fused or any(each.name == layer.name and not each.beyond_ties for each in plain):
+        fusion = f", a fusion between {' and '.join(layer.fused)}" if layer.fused else ""
+        said = "without its graph optimisation this layer is equal; try another version"
+        return f"an optimisation of ONNX Runtime{fusion}: {said}"
     return "the file computes this layer otherwise; a rule or operation of your own? If not, please report it"
 
 

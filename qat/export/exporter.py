@@ -12,7 +12,7 @@ from qat.export.onnx.containers import pack_weights
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
-from qat.export.onnx.program import export_program, fix_sizes
+from qat.export.onnx.program import export_program, fix_sizes, refuse_lost_options
 from qat.export.onnx.qonnx import to_qonnx
 from qat.export.onnx.qoperator import to_qoperator
 from qat.export.onnx.saving import as_json, save
@@ -127,6 +127,7 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
         program = export_program(frozen, example_inputs, operations.opset)
     except Exception as error:  # torch.onnx has its own types
         raise why_not_exported(model, example_inputs, error) from error
+    refuse_lost_options(program)
     proto = program.model_proto
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)

@@ -33,6 +33,8 @@ class LayerDifference:
         largest: largest difference, in levels.
         beyond_ties: how many of those that differ are no near-ties: torch's value would have to be off by more than
             `NEAR_TIE` levels to be rounded to the other integer.
+        fused: the quantizers between which the runtime fuses what it computes otherwise, unless one of them is read;
+            `name` is then the quantizer or output where that shows.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LayerDifference:
     differing: int
     largest: int
     beyond_ties: int = 0
+    fused: tuple[str, ...] = ()
 
 
 class Follower:

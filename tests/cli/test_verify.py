@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -68,6 +69,9 @@ def test_causes_are_told_apart(pets: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert said.startswith("this processor adds pairs of products in 16 bits (no VNNI), where ")
     said = verify.probable_cause(opened, far, images, default_session=False)
     assert said.startswith("an optimisation of ONNX Runtime: without its graph optimisation this layer is equal")
+    fusion = replace(far, name="logits", fused=("first", "second"))
+    said = verify.probable_cause(opened, fusion, images, default_session=False)
+    assert said.startswith("an optimisation of ONNX Runtime, a fusion between first and second: without its graph")
 
 
 def test_few_batches_are_the_first_ones_every_time() -> None:

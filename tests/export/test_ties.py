@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qat
-from qat.export import Differences, explain_differences
+from qat.export import Differences, compare_layers, explain_differences
 from qat.export import exporter as exporter_module
 from qat.quantizer import create_quantizer
 from tests.references.prepared_case import Plain
@@ -91,10 +91,9 @@ def test_a_scale_of_five_percent_more_is_another_function(
     assert found.layers[0].largest == 1 and found.layers[0].beyond_ties == 1  # by one level, but no tie
 
 
-def test_what_the_runtime_merges_where_nobody_looks_is_another_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading the integers between two quantizers keeps ONNX Runtime from merging them: each layer alone is right."""
+@pytest.fixture
+def merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, nn.Module, torch.Tensor]:
+    """A file whose two quantizers ONNX Runtime merges, unless somebody reads the integers between them."""
     monkeypatch.setattr(exporter_module, "add_barriers", lambda proto: None)
     torch.manual_seed(0)
     x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
@@ -103,10 +102,27 @@ def test_what_the_runtime_merges_where_nobody_looks_is_another_function(
     with torch.no_grad():
         model.second.scale.mul_(0.83)
     qat.export_onnx(model.eval(), path, x)
+    return path, model, x
+
+
+def test_what_the_runtime_merges_where_nobody_looks_is_another_function(
+    merged: tuple[Path, nn.Module, torch.Tensor],
+) -> None:
+    """Reading the integers between two quantizers keeps ONNX Runtime from merging them: each layer alone is right."""
+    path, model, x = merged
     found = explain_differences(path, model, [x, x])
     assert found.predictions == 2 * 16 * 64 and found.differing > 5
-    assert found.unexplained > 0.9 * found.differing and not any(layer.beyond_ties for layer in found.layers)
+    assert found.unexplained > 0.9 * found.differing
+    assert not any(layer.beyond_ties for layer in found.layers if not layer.fused)
+    assert {layer.fused for layer in found.layers} == {(), ("first", "second")}
     assert explain_differences(path, model, [x, x], enough=1).predictions == 16 * 64
+
+
+def test_a_fusion_where_nobody_looks_is_named(merged: tuple[Path, nn.Module, torch.Tensor]) -> None:
+    *layers, fusion = compare_layers(*merged)
+    assert not any(layer.beyond_ties or layer.fused for layer in layers)
+    assert fusion.fused == ("first", "second") and fusion.beyond_ties > 0.1 * fusion.elements
+    assert not any(layer.fused for layer in compare_layers(*merged, optimize=False))
 
 
 def test_equal_predictions_need_no_explanation(on_ties: tuple[nn.Module, torch.Tensor], tmp_path: Path) -> None:

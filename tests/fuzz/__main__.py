@@ -22,7 +22,7 @@ from tests.fuzz.checking import Verdict, check, checked
 from tests.fuzz.program import Program
 from tests.fuzz.shrinking import shrink
 
-KINDS = ("agrees", "fails", "refused", "unclear", "discarded", "exported", "compiled")
+KINDS = ("agrees", "fails", "refused", "unclear", "discarded", "exported", "litert", "compiled")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runtime, compiled = _every(options.runtime_every, seed), _every(options.compiled_every, seed)
         program, verdict, discarded = checked(seed, runtime, compiled)
         counts += Counter({verdict.kind: 1, "discarded": discarded, "exported": runtime, "compiled": compiled})
+        counts["litert"] += verdict.litert
         if verdict.kind != "agrees":
             told = report(program, verdict, runtime, compiled, not options.no_shrink)
             result[verdict.kind].append(told)

@@ -19,7 +19,7 @@ from qat.kernels import plain_formulas as plain
 from tests.fuzz.agreement import Results, beyond_noise, differing, nudged
 from tests.fuzz.generation import generate
 from tests.fuzz.program import Program
-from tests.fuzz.runtime import against_runtime
+from tests.fuzz.runtime import against_litert, against_runtime
 from tests.fuzz.steps import Context, Stepper, even_dropouts, fast
 from tests.references.prepared_case import without_quantizers
 
@@ -43,11 +43,13 @@ class Verdict:
             needs; "unclear" if noise explains the differences for all inputs; "fails".
         stage: what was compared, or who refused.
         detail: what differs most, or the error message.
+        litert: whether LiteRT takes the model, and computes its integers.
     """
 
     kind: str
     stage: str = ""
     detail: str = ""
+    litert: bool = False
 
     def is_like(self, other: "Verdict") -> bool:
         """Whether both are the same finding; messages of refusals are compared without their numbers."""
@@ -95,7 +97,7 @@ def _verdict(program: Program, runtime: bool, compiled: bool) -> Verdict:
     except Exception as error:
         return Verdict("fails", "prepare raises", _first_line(error))
     try:
-        _compare(program, model, prepared, runtime, compiled)
+        in_litert = _compare(program, model, prepared, runtime, compiled)
         _no_false_alarm(prepared.train(), program)
     except Failure as failure:
         return Verdict("fails", *failure.args)
@@ -105,7 +107,7 @@ def _verdict(program: Program, runtime: bool, compiled: bool) -> Verdict:
         return Verdict("unclear", *unclear.args)
     except Exception as error:  # in a run under noise, or in the fuzzer itself
         return Verdict("fails", "checking raises", _first_line(error))
-    return Verdict("agrees")
+    return Verdict("agrees", litert=in_litert)
 
 
 def checked(seed: int, runtime: bool = False, compiled: bool = False) -> tuple[Program, Verdict, int]:
@@ -133,7 +135,8 @@ def _float_step(program: Program, model: nn.Module) -> None:
                 raise
 
 
-def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: bool, compiled: bool) -> None:
+def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: bool, compiled: bool) -> bool:
+    """Compare, and return whether LiteRT was among what was compared."""
     engine = fast(program.context)
     first = Stepper(prepared, program.draw, [])
     if program.after:
@@ -153,10 +156,15 @@ def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: b
     watched = any("register" in line or ".forward = " in line for line in program.after)
     if isinstance(prepared, FusedGraph) and not watched:
         _converted(stepper)
-    ceils = any("AvgPool" in source and "ceil_mode=True" in source for source in program.modules.values())
-    # ONNX Runtime divides by another count at the edges of such an average; `verify_onnx` reports it.
-    if runtime and not ceils and not watched:
-        _against_runtime(prepared, program)
+    if not runtime or watched:
+        return False
+    given = tuple(x.detach() for x in program.draw())
+    _against("ONNX Runtime", lambda: against_runtime(prepared, given))
+    try:
+        _against("LiteRT", lambda: against_litert(program.build(), given))
+    except ValueError:
+        return False
+    return True
 
 
 def _fast_as_plain(stage: str, stepper: Stepper, engine: Context, backward: bool = True) -> None:
@@ -212,13 +220,16 @@ def _outputs(results: Results) -> Results:
     return {name: value for name, value in results.items() if name.startswith("output")}
 
 
-def _against_runtime(prepared: nn.Module, program: Program) -> None:
+def _against(runtime: str, compare: Callable[[], str | None]) -> None:
+    """Raise Failure if a runtime differs, and ValueError for what LiteRT does not take."""
     try:
-        difference = against_runtime(prepared, tuple(x.detach() for x in program.draw()))
+        difference = compare()
     except Exception as error:
-        raise Failure("ONNX Runtime raises", _first_line(error)) from error
+        if runtime == "LiteRT" and isinstance(error, ValueError):
+            raise
+        raise Failure(f"{runtime} raises", _first_line(error)) from error
     if difference is not None:
-        raise Failure("ONNX Runtime differs", difference)
+        raise Failure(f"{runtime} differs", difference)
 
 
 def _against_float(program: Program, model: nn.Module, prepared: nn.Module) -> None:

@@ -1,30 +1,54 @@
-"""Compares evaluation with ONNX Runtime layer by layer; each layer gets the integers that the runtime computed."""
+"""Compares evaluation with runtimes, layer by layer: each layer gets the integers that the runtime computed."""
 
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import qat
+from qat.export import compare_litert_layers
+from qat.export.onnxruntime.default_session import default_is_exact
 from qat.export.onnxruntime.verification import LayerComparison
-
-RARELY = 0.01
-"""The share of a quantizer's integers, beyond two, that may lie on ties and be rounded to the neighbouring level."""
+from qat.integers.following import LayerDifference
 
 
 def against_runtime(model: Any, x: tuple[Tensor, ...]) -> str | None:
-    """What differs, or None; model: a prepared one."""
+    """What differs in ONNX Runtime, in an exact session and in a default one, or None; model: a prepared one."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         qat.export_onnx(model, path, x)
-        layers, outputs = LayerComparison(path, model).follow(x)
-    for layer in layers:
-        if layer.largest > 1 or layer.differing > 2 + RARELY * layer.elements:
-            return str(layer)
-    for ours, theirs in outputs:
-        gap = (ours - theirs).norm() / ours.norm().clamp(min=1e-3)
-        if not gap <= 1e-4 and not torch.equal(ours, theirs):
-            return f"output differs by {float(gap):.1e}"
+        for default in (False, True) if default_is_exact() else (False,):
+            comparison = LayerComparison(path, model, default_session=default)
+            layers, outputs = comparison.follow(x)
+            wrong = _beyond_ties([*layers, *comparison.fused(x, [theirs for _, theirs in outputs])])
+            if wrong is not None:
+                return f"{'default' if default else 'exact'} session: {wrong}"
+            for ours, theirs in outputs:
+                gap = (ours - theirs).norm() / ours.norm().clamp(min=1e-3)
+                if not gap <= 1e-4 and not torch.equal(ours, theirs):
+                    return f"output differs by {float(gap):.1e}"
     return None
+
+
+def against_litert(float_model: nn.Module, x: tuple[Tensor, ...]) -> str | None:
+    """What differs in LiteRT's two sets of kernels, or None.
+
+    Raises:
+        ValueError: for a model that LiteRT does not take.
+    """
+    model = qat.prepare(float_model, qat.QuantRecipe(target="litert"), example_inputs=x)
+    qat.calibrate(model, [(x,)])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.tflite"
+        qat.export_litert(model.eval(), path, x)
+        for engine in ("xnnpack", "reference"):
+            wrong = _beyond_ties(compare_litert_layers(path, model, x, engine=engine))
+            if wrong is not None:
+                return f"{engine}: {wrong}"
+    return None
+
+
+def _beyond_ties(layers: list[LayerDifference]) -> str | None:
+    return next((str(layer) for layer in layers if layer.beyond_ties), None)

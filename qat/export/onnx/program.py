@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +26,9 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
         shapes = _free_batch(args, kwargs) if samples > 1 else None
         with quiet_export():
             return torch.onnx.export(
-                frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False
-            )
+                frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False,
+                custom_translation_table={torch.ops.aten.atan2.default: _atan2},
+            )  # fmt: skip
 
     try:
         return run(2)
@@ -34,6 +36,28 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
         with contextlib.suppress(Exception):
             return run(1)
         raise
+
+
+def _atan2(y: Any, x: Any) -> Any:
+    """atan2 as ONNX's operators; torch.onnx's own is -pi where y = 0 and x < 0."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    zero, half = op.Sub(x, x), op.CastLike(math.pi, x)
+    turned = op.Where(op.Less(x, zero), op.Where(op.Less(y, zero), op.Neg(half), half), zero)
+    return op.Add(op.Where(op.Equal(y, zero), zero, op.Atan(op.Div(y, x))), turned)
+
+
+def refuse_lost_options(program: Any) -> None:
+    """Refuse options that torch.onnx drops, or that ONNX's operators have with another meaning."""
+    for node in program.exported_program.graph.nodes:
+        names = [each.name for each in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
+        for name, value in (*zip(names, node.args, strict=False), *node.kwargs.items()):
+            smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
+            if value and (smooth or name == "divisor_override"):
+                module, _ = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
+                cure = "interpolate to a size, or without antialias" if smooth else "multiply the average by a number"
+                raise ValueError(f"export_onnx: {module or node.name}: torch.onnx loses {name}={value}; {cure}")
 
 
 def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

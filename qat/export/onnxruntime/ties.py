@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ class Differences:
         predictions: how many were compared, of the output that differs most.
         differing: how many of them are not the model's.
         unexplained: how many of these do not follow from near-ties.
-        layers: in the batches with such predictions, every layer's integers, given the same integers before it.
+        layers: in the batches with such predictions, every layer's integers, given the same integers before it, and a
+            fusion behind what is unexplained (`LayerDifference.fused`).
     """
 
     predictions: int = 0
@@ -72,6 +73,8 @@ def explain_differences(
                     read = [both[1] for both in followed]
                     explained = zip(_equal(followed), _equal(zip(read, theirs, strict=True)), strict=True)
                     unexplained = [each & ~(a & b) for each, (a, b) in zip(differ, explained, strict=True)]
+                    if any(bool(each.any()) for each in unexplained):
+                        layers = _sums([*layers, *comparison.fused(inputs, read)])
             both = zip(differ, unexplained, strict=True)
             new = torch.tensor([[a.numel(), int(a.sum()), int(b.sum())] for a, b in both])
             counts = new if counts is None else counts + new
@@ -91,14 +94,9 @@ def _equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 def _sums(layers: list[LayerDifference]) -> list[LayerDifference]:
     """The differences of several batches, added layer by layer."""
-    found: dict[str, Any] = {}
+    found: dict[Any, LayerDifference] = {}
     for each in layers:
-        old = found.get(each.name, LayerDifference(each.name, 0, 0, 0))
-        found[each.name] = LayerDifference(
-            each.name,
-            old.elements + each.elements,
-            old.differing + each.differing,
-            max(old.largest, each.largest),
-            old.beyond_ties + each.beyond_ties,
-        )
+        old = found.setdefault((each.name, each.fused), replace(each, elements=0, differing=0, beyond_ties=0))
+        sums = {key: getattr(old, key) + getattr(each, key) for key in ("elements", "differing", "beyond_ties")}
+        found[each.name, each.fused] = replace(each, largest=max(old.largest, each.largest), **sums)
     return list(found.values())

@@ -3,8 +3,11 @@
 import os
 import re
 import tempfile
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from qat.export.agreement import Pair, Verification, judge
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
-from qat.integers.following import Follower, LayerDifference, no_quantizer
+from qat.integers.following import NEAR_TIE, ROUNDING, Follower, LayerDifference, no_quantizer
 
 FLOAT_CONVOLUTIONS = ("Conv", "FusedConv", "ConvTranspose")
 """What ONNX Runtime computes convolutions in float with; integer ones are QLinearConv."""
@@ -69,7 +72,8 @@ def compare_layers(
     """Compare every quantizer's integers between ONNX Runtime and torch, each layer given the same input integers.
 
     ONNX Runtime's integers are read at every quantizer. The torch model then computes each next quantizer's integers
-    from them, so that a difference is the layer's own and does not come from an earlier one.
+    from them, so that a difference is the layer's own and does not come from an earlier one. Reading may keep the
+    runtime from fusing operators: if it answers otherwise unread, the last difference says where (`fused`).
 
     Args:
         path: the exported file.
@@ -83,7 +87,9 @@ def compare_layers(
         ValueError: if the file's quantizers are not the model's.
     """
     check_model(compare_layers, model)
-    return LayerComparison(path, model, optimize, default_session=default_session).follow(inputs)[0]
+    comparison = LayerComparison(path, model, optimize, default_session=default_session)
+    found, answers = comparison.follow(inputs)
+    return [*found, *comparison.fused(inputs, [read for _, read in answers])]
 
 
 class LayerComparison:
@@ -104,24 +110,34 @@ class LayerComparison:
 
         self.file, self.model = Path(path).name, evaluation_copy(model, fold_quantizers=True)
         self.calls = quantizer_calls(self.model)
-        proto = onnx.load(path, load_external_data=False)
-        produced = [output for node in proto.graph.node for output in node.output]
+        self.proto = onnx.load(path, load_external_data=False)
+        produced = [output for node in self.proto.graph.node for output in node.output]
         self.names = [name for name in produced if name in self.calls or NUMBER.sub("", name) in self.calls]
         self.missing = [name for known in self.calls.values() for name in known if name not in self.names]
-        self.outputs = [output.name for output in proto.graph.output]
-        more = [name for name in self.names if name not in self.outputs]
-        proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in more)
-        content = proto.SerializeToString()
-        self.session = open_session(path, optimize=optimize, exact=not default_session, content=content)
+        self.outputs = [output.name for output in self.proto.graph.output]
+        self.open = partial(open_session, path, optimize=optimize, exact=not default_session)
+        self.session, _ = self.reading(())
 
-    def follow(self, inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """`compare_layers`, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
+    def reading(self, unread: Collection[str]) -> tuple[Any, list[str]]:
+        """A session that also gives the integers of all quantizers but these, and their names."""
+        left_out = {name for path in unread for name in self.calls[path]}
+        names, given = [name for name in self.names if name not in left_out], self.proto.graph.output
+        del given[len(self.outputs) :]
+        given.extend(type(given[0])(name=name) for name in names if name not in self.outputs)
+        return self.open(content=self.proto.SerializeToString()), names
+
+    def follow(
+        self, inputs: Any, unread: Collection[str] = ()
+    ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
+        """Every layer, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
+        session, names = self.reading(unread) if unread else (self.session, self.names)
         try:
-            results = run_session(self.session, inputs, [*self.outputs, *self.names])
+            results = run_session(session, inputs, [*self.outputs, *names])
         except ValueError as error:
             raise no_quantizer(self.file, self.missing[0]) if self.missing else error from None
         theirs, integers = results[: len(self.outputs)], results[len(self.outputs) :]
-        follower = Follower(self.calls, dict(zip(self.names, integers, strict=True)), self.file)
+        calls = {path: self.calls[path] for path in self.calls if path not in unread}  # torch has its own for others
+        follower = Follower(calls, dict(zip(names, integers, strict=True)), self.file)
         with follower.following(self.model), torch.no_grad():
             found = run_batch("compare_layers", self.model, inputs)
         ours = [x.float() for x in output_tensors(found)]
@@ -130,6 +146,29 @@ class LayerComparison:
                 f"compare_layers: the outputs of {self.file} have other shapes than the model's; was it made from it?"
             )
         return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
+
+    def fused(self, inputs: Any, read: list[Tensor]) -> list[LayerDifference]:
+        """What is computed otherwise where nobody reads integers, given the answers where all are read; or nothing."""
+
+        def differ(unread: Collection[str]) -> bool:
+            return any(map(_off, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
+
+        found, left = list[str](), list(self.calls) if differ(self.calls) else []
+        while left and not (found and differ(found)):  # the fewest that are enough
+            last = bisect_left(range(len(left)), True, key=lambda n: differ([*found, *left[: n + 1]]))
+            found, left = [left[last], *found], left[:last]
+        layers, answers = self.follow(inputs, found) if found else ([], [])
+        for name, (ours, theirs) in zip(self.outputs, answers, strict=False):
+            last_one: Any = self.model.get_submodule(found[-1])
+            off, levels = _off(ours, theirs), ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
+            layers.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
+        return [replace(each, fused=tuple(found)) for each in layers if each.beyond_ties > NEAR_TIE * each.elements][:1]
+
+
+def _off(ours: Tensor, theirs: Tensor) -> int:
+    """How many answers differ by more than float32 rounding."""
+    most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
+    return int((~torch.isclose(ours, theirs.float(), rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
 
 
 def optimized_operators(path: str | os.PathLike[str], *, exact: bool = True) -> Counter[str]:
