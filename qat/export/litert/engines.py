@@ -72,7 +72,10 @@ class TorchFile:
 
     def __call__(self, inputs: Any) -> list[Tensor]:
         """The outputs, with axes as torch has them."""
-        leaves = pytree.tree_leaves(as_arguments(inputs))
+        args, options = as_arguments(inputs)
+        if options.keys() == set(self._read.input_names):
+            args, options = tuple(options[name] for name in self._read.input_names), {}
+        leaves = pytree.tree_leaves((args, options))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         given = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=True)]
         batch = int(self._read.inputs[0].shape[0])

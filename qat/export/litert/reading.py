@@ -27,6 +27,8 @@ class ReadFile:
         self.tensors: list[Any] = self._graph.tensors
         self.names = [tensor.name.decode() for tensor in self.tensors]
         self.inputs = [self.tensors[number] for number in self._graph.inputs]
+        named = {end.tensorIndex: end.name.decode() for each in self._model.signatureDefs or () for end in each.inputs}
+        self.input_names = [named.get(number, self.names[number]) for number in self._graph.inputs]
         self.outputs = [self.tensors[number] for number in self._graph.outputs]
 
     def operators(self) -> Iterator[tuple[str, Any]]:

@@ -72,6 +72,8 @@ class Translation(fx.Interpreter):
         self.outputs: dict[str, int] = {}
         self._named: set[int] = set()
         self.run(enable_io_processing=False)
+        ends = [node for node in self.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)]
+        self.inputs = {node.name: self._float_input(node) for node in ends}  # in forward's order
 
     def run_node(self, node: fx.Node) -> Any:
         """The value of a node; those of constants are tensors, those of inputs the nodes themselves."""
@@ -124,15 +126,21 @@ class Translation(fx.Interpreter):
     def _input(self, x: fx.Node, grid: Grid) -> Coded:
         """An input of the file."""
         axes = Axes.stored(x.meta["val"].shape)
-        shape = [axes.shape[axis] for axis in layout(len(axes.dims))]
         if self.integer_ends:
+            shape = [axes.shape[axis] for axis in layout(len(axes.dims))]
             if x.name in self.inputs:
                 raise UnwritableError(f"the input {x.name!r} has several grids; export it with float ends")
             self.inputs[x.name] = tensor = self.file.tensor(x.name, shape, "INT8", grid)
             return self.writer.clipped(Coded(tensor, axes, grid), grid.low, grid.high, (LOWEST, HIGHEST))
+        return self.writer.result("QUANTIZE", [self._float_input(x)], axes.shape, grid, ANY)
+
+    def _float_input(self, x: fx.Node) -> int:
+        """The tensor of an input: the one that it has, or one of floats."""
         if x.name not in self.inputs:
-            self.inputs[x.name] = self.file.tensor(x.name, shape, "FLOAT32")
-        return self.writer.result("QUANTIZE", [self.inputs[x.name]], axes.shape, grid, ANY)
+            shape = x.meta["val"].shape
+            stored = [shape[axis] for axis in layout(len(shape))]
+            self.inputs[x.name] = self.file.tensor(x.name, stored, "FLOAT32")
+        return self.inputs[x.name]
 
     def _write_outputs(self, results: Any) -> None:
         for number, value in enumerate(results):

@@ -215,6 +215,33 @@ def test_integer_ends_and_weights_of_four_bits(images: Tensor, tmp_path: Path) -
     assert sizes[0] - sizes[1] > 0.4 * (64 * 36 + 8 * 576)
 
 
+class Two(nn.Module):
+    """Two inputs, of which the second is read first, and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor, unread: Tensor, y: Tensor) -> Tensor:
+        other = self.b(y)
+        return self.a(x) - 2 * other
+
+
+@pytest.mark.parametrize("integer_ends", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inputs_stand_in_the_order_of_forward_and_have_its_names(
+    engine: str, integer_ends: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x, unread, y = torch.randn(4, 3, 8, 8), torch.randn(4, 2), torch.randn(4, 3, 8, 8)
+    model = qat.prepare(Two().eval(), qat.QuantRecipe(target="litert"), example_inputs=(x, unread, y))
+    qat.calibrate(model, [((x, unread, y),)])
+    qat.export_litert(model.eval(), file := tmp_path / "two.tflite", (x, unread, y), integer_ends=integer_ends)
+    assert ReadFile(file.read_bytes()).input_names == ["x", "unread", "y"]
+    batches = [((x, unread, y),), {"y": y, "x": x, "unread": unread}]
+    assert qat.verify_litert(file, model, batches, engine=engine).agreement == 1.0
+
+
 def test_constants_are_aligned(images: Tensor, tmp_path: Path) -> None:
     """Microcontrollers cannot read int32 from odd addresses."""
     path = tmp_path / "model.tflite"
