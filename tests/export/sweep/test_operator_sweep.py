@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qat
-from tests.export.operators import CHOSEN, OPERATORS, REFUSED, Shape
-from tests.export.sweep import GRIDS, Branches, wrong
+from tests.export.sweep.operators import CHOSEN, OPERATORS, REFUSED, Shape
+from tests.export.sweep.running import GRIDS, Branches, wrong
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
