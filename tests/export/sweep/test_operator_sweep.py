@@ -4,6 +4,7 @@ Each is read at every quantizer, and run as the file is: with ONNX Runtime's opt
 session, and without them. What differs by more than near-ties is wrong.
 """
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import qat
-from tests.export.operators import CHOSEN, OPERATORS, REFUSED, Shape
-from tests.export.sweep import GRIDS, Branches, wrong
+from tests.export.sweep.operators import CHOSEN, OPERATORS, REFUSED, Shape
+from tests.export.sweep.running import GRIDS, Branches, wrong
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -41,11 +42,16 @@ def test_fused_operators_are_the_model(
     check(shape, sources, grid, whole, tmp_path / "model.onnx")
 
 
+def rotated() -> list[tuple[Shape, list[str], str, bool]]:
+    """Every group on the default grid, and on one of the others in turn."""
+    turns = itertools.cycle(itertools.product(GRIDS, (False, True)))
+    of_all = groups(OPERATORS)
+    return [(*each, *turn) for each in of_all for turn in (("affine", False), next(turns))]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("shape", "sources"), groups(OPERATORS))
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("shape", "sources", "grid", "whole"), rotated())
 def test_all_operators_are_the_model(shape: Shape, sources: list[str], grid: str, whole: bool, tmp_path: Path) -> None:
     check(shape, sources, grid, whole, tmp_path / "model.onnx")
 

@@ -117,7 +117,8 @@ def pads(rank: int) -> list[str]:
 def sizes(rank: int) -> list[str]:
     """Interpolations in every mode, up and down."""
     linear = ("linear", "bilinear", "trilinear")[rank - 1]
-    modes = ["nearest", "nearest-exact", "area", linear, *(["bicubic"] if rank == 2 else [])]
+    area = ["area"] if rank < 3 else []  # torch.onnx has no 3-d adaptive average
+    modes = ["nearest", "nearest-exact", *area, linear, *(["bicubic"] if rank == 2 else [])]
     up, down = str(tuple((13, 10, 9)[:rank])), str(tuple((3, 4, 5)[:rank]))
     found = []
     for mode in modes:
