@@ -27,7 +27,7 @@ import qat
 from benchmarks.accuracy import ROOT, paired, predictions
 from benchmarks.accuracy_table import gained
 from qat.calibration import Step
-from qat.post_training import BRECQ, AdaRound, BiasCorrection, CrossLayerEqualization, QDrop
+from qat.post_training import BRECQ, AdaRound, CrossLayerEqualization, QDrop
 from qat.training.config.file import load_config
 from qat.training.data.loaders import load_data
 from qat.training.loop.preparation import prepare_model
@@ -49,11 +49,9 @@ def steps_of(seed: int) -> dict[str, list[Step]]:
     return {
         "calibration alone": [],
         "cross-layer equalization": [CrossLayerEqualization()],
-        "bias correction": [BiasCorrection()],
         "AdaRound": [AdaRound(seed=seed)],
         "BRECQ": [BRECQ(seed=seed)],
         "QDrop": [QDrop(seed=seed)],
-        "BRECQ, bias correction": [BRECQ(seed=seed), BiasCorrection()],
     }
 
 

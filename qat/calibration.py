@@ -60,11 +60,11 @@ def calibrate(
         limit: how many batches are read at most, of each rank; None: all.
         only_missing: leave the ranges that were calibrated before, and have learned since; their quantizers are on
             while the batches run. Steps that ranges depend on make all of them missing.
-        steps: post-training steps, such as `[CrossLayerEqualization(), AdaRound(), BiasCorrection()]` of
-            `qat.post_training`, which change weights and biases without labels. They run in their order, those that
-            ranges depend on before the ranges are found. All batches stay in memory for them; under torch.distributed
-            rank 0 computes them, on its own batches. Each logs what it did, and its seconds. They aim at the model as
-            it comes: give all of them in one call, since a second one takes what the first one made for the original.
+        steps: post-training steps, such as `[CrossLayerEqualization(), AdaRound()]` of `qat.post_training`, which
+            change weights and biases without labels. They run in their order, those that ranges depend on before the
+            ranges are found. All batches stay in memory for them; under torch.distributed rank 0 computes them, on its
+            own batches. Each logs what it did, and its seconds. They aim at the model as it comes: give all of them in
+            one call, since a second one takes what the first one made for the original.
 
     Raises:
         TypeError: if model is not an nn.Module, batches is not iterable, a batch has an unsupported type, or a step is

@@ -1,22 +1,20 @@
 """Post-training steps of `qat.calibrate`: what a few batches without labels make of the weights, before or without QAT.
 
-    qat.calibrate(model, batches, steps=[CrossLayerEqualization(), AdaRound(), BiasCorrection()])
+    qat.calibrate(model, batches, steps=[CrossLayerEqualization(), AdaRound()])
 
-Each changes float weights, biases or statistics of BatchNorm in place, so that the grids lose less. The model stays
-what it was otherwise: it trains, evaluates and exports as without them.
+Each changes float weights, biases or gains of BatchNorm in place, so that the grids lose less. The model stays what it
+was otherwise: it trains, evaluates and exports as without them.
 """
 
-from qat.post_training.bias_correction import BiasCorrection
 from qat.post_training.equalization import CrossLayerEqualization
 from qat.post_training.reconstruction import BRECQ, AdaRound, QDrop
 
-__all__ = ["BRECQ", "AdaRound", "BiasCorrection", "CrossLayerEqualization", "QDrop"]
+__all__ = ["BRECQ", "AdaRound", "CrossLayerEqualization", "QDrop"]
 
 STEPS = {
     "cross_layer_equalization": CrossLayerEqualization,
     "adaround": AdaRound,
     "brecq": BRECQ,
     "qdrop": QDrop,
-    "bias_correction": BiasCorrection,
 }
 """The names of the steps in a config."""

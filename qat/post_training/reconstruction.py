@@ -97,7 +97,7 @@ class AdaRound:
         return f"{share}{_left_out(model, done)}"
 
     def _units(self, stretch: Stretch) -> Iterable[Stretch]:
-        return (each for _, each in stretch.one_by_one())
+        return stretch.one_by_one()
 
     def _fit(self, unit: Stretch, soft: dict[str, SoftRounding], generator: torch.Generator) -> None:
         """Let h, and the scales of activations if they learn too, follow the gradient of the loss."""

@@ -54,17 +54,14 @@ class Stretch:
         inside, once = dict(self.module().named_modules()), used_once(self.graph)
         return {name: each for name, each in inside.items() if owns_weight(each) and each in once}
 
-    def one_by_one(self) -> Iterator[tuple[str, "Stretch"]]:
+    def one_by_one(self) -> Iterator["Stretch"]:
         """A stretch for each layer: the layer alone, with what flows into it now."""
         inside, layers = _needed(self.starts, self.end), self.layers()
         for node in self.graph.graph.nodes:
             if node in inside and node.op == "call_module" and node.target in layers:
                 starts = tuple(each for each in node.all_input_nodes if each.op != "get_attr")
                 flowing = Stretch(self.graph, self.original, self.starts, starts, self.on_grids, self.in_float)
-                yield (
-                    str(node.target),
-                    Stretch(self.graph, self.original, starts, node, flowing.results(), flowing.targets()),
-                )
+                yield Stretch(self.graph, self.original, starts, node, flowing.results(), flowing.targets())
 
     @torch.no_grad()
     def results(self) -> list[Any]:

@@ -24,14 +24,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_takes_its_steps_and_exports_what_they_made(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = {}
-    for name, steps in (("plain", "[]"), ("steps", "[{name: brecq, iterations: 200}, {name: bias_correction}]")):
+    for name, steps in (
+        ("plain", "[]"),
+        ("steps", "[{name: cross_layer_equalization}, {name: brecq, iterations: 200}]"),
+    ):
         given = (f"quantization.calibration_steps={steps}", f"run_dir={name}")
         assert in_place(place, "--config", "own.yaml", *SIZES, *FEW, *given) == 0
         found[name] = json.loads((place / name / "summary.json").read_text())
     assert found["steps"]["calibrated"]["top1"] > found["plain"]["calibrated"]["top1"]
     assert found["steps"]["qat"]["top1"] == found["steps"]["calibrated"]["top1"]
     said = [message for message in caplog.messages if message.startswith("calibrate: ")]
-    assert [each.split(":")[1].strip() for each in said] == ["BRECQ", "BiasCorrection"]
+    assert [each.split(":")[1].strip() for each in said] == ["CrossLayerEqualization", "BRECQ"]
     weights = [torch.load(place / name / "best.pt", weights_only=True)["model"]["0.weight"] for name in found]
     assert not torch.equal(*weights)
 

@@ -142,8 +142,8 @@ class QuantizationConfig(Section):
     calibration_batches: Count = 8
     """Number of training batches (without augmentation) from which the activation ranges are computed."""
     calibration_steps: tuple[CalibrationStepConfig, ...] = ()
-    """Post-training steps on the same batches, such as `[{name: adaround}, {name: bias_correction}]`: what calibration
-    makes of the weights before QAT, or with `qat.epochs: 0` without it. See docs/low_bits.md."""
+    """Post-training steps on the same batches, such as `[{name: adaround}]`: what calibration makes of the weights
+    before QAT, or with `qat.epochs: 0` without it. See docs/low_bits.md."""
 
 
 class ExportConfig(Section):

@@ -189,7 +189,7 @@ class CalibrationStepConfig(Section):
     """A step of calibration that changes weights: a class of `qat.post_training`, whose arguments are the other keys;
     left out, its own defaults."""
 
-    name: Literal["cross_layer_equalization", "adaround", "brecq", "qdrop", "bias_correction"]
+    name: Literal["cross_layer_equalization", "adaround", "brecq", "qdrop"]
     iterations: Count | None = None
     """Steps of Adam for each layer or block (adaround, brecq, qdrop)."""
     lr: Positive | None = None
