@@ -8,7 +8,6 @@ were found, from the run's float weights: `python train.py --config RUN/bits.yam
 """
 
 import argparse
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import nn
 import qat
 from qat.analysis.cost import LayerCost
 from qat.cli.runs import Run, add_overrides, add_run, counts, in_torch, number, open_run
-from qat.export.onnxruntime.profiling import layer_milliseconds
 from qat.text import first_line, table
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import OverrideConfig, QuantizationConfig
@@ -34,9 +32,6 @@ from qat.training.run.logging import progress_bar
 EXAMPLE = "python -m qat bits runs/resnet_int8 --choices 2,4,8 --size 4"
 
 FILE = "bits.yaml"
-
-MEASURED, TIMES = "onnxruntime", "milliseconds.yaml"
-"""The --latency that is measured, and the file of the run folder where the table is left."""
 
 Given = TypeVar("Given", QuantizationConfig, OverrideConfig)
 
@@ -51,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--choices", type=counts, default=[2, 3, 4, 8], metavar="B,B", help="default: 2,3,4,8")
     parser.add_argument("--size", type=number, metavar="B", help="weights of at most their size at B bits each")
     parser.add_argument("--bops", type=number, metavar="B", help="bit operations of at most those of B by B bits")
-    latency = f"at most MS milliseconds; {MEASURED}: as measured here, or a YAML file, layer: {{bits: milliseconds}}"
+    latency = "at most MS milliseconds, of what you measured: YAML, layer: {bits: milliseconds}"
     parser.add_argument("--latency", nargs=2, metavar=("FILE", "MS"), help=latency)
     drop = "the smallest size whose calibrated top-1 is at most so many points below float"
     parser.add_argument("--drop", type=number, metavar="POINTS", help=drop)
@@ -134,24 +129,13 @@ class Search:
                 found[kind] = whole * (asked / least) ** power
         if given.latency:
             file, most = given.latency
-            self.kinds["milliseconds"] = self._measured() if file == MEASURED else self._latencies(Path(file))
+            self.kinds["milliseconds"] = self._latencies(Path(file))
             with value_errors_reported("--latency: "):
                 found["milliseconds"] = float(most)
         return found
 
-    def _measured(self) -> dict[str, dict[int, float]]:
-        """The milliseconds of each open layer in ONNX Runtime, one image at a time, for each choice."""
-        image, found = torch.zeros(1, *self.data.image_shape), dict[int, dict[str, float]]()
-        with tempfile.TemporaryDirectory(prefix="qat_bits_") as folder:
-            for bits in progress_bar(self.choices, MEASURED):
-                file, model = Path(folder) / f"{bits}.onnx", self.opened.calibrated(self.data, self._uniform(bits))
-                qat.export_onnx(model.eval(), file, image)
-                found[bits] = layer_milliseconds(file, image)
-        times = {name: {bits: found[bits][name] for bits in self.choices} for name in self.tables[0]}
-        write_text(self.opened.folder / TIMES, yaml.safe_dump(times, sort_keys=False))
-        return times
-
     def _latencies(self, file: Path) -> dict[str, dict[int, float]]:
+        """The milliseconds of each open layer for each choice, as the user's file has them."""
         try:
             read = yaml.safe_load(file.read_text())
         except yaml.YAMLError as error:

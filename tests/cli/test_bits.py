@@ -77,17 +77,6 @@ def test_milliseconds_of_a_runtime_are_a_budget_too(bits: Callable[..., Any], ca
     assert re.search(r"^0 +4 ", out, re.MULTILINE) and re.search(r"^5 +8 ", out, re.MULTILINE)
 
 
-def test_milliseconds_that_it_measures_are_a_table_for_the_next_time(
-    bits: Callable[..., Any], calibrated: Path
-) -> None:
-    status, out, err = bits("--choices", "4,8", "--latency", "onnxruntime", "1000")
-    assert status == 0, err
-    table = yaml.safe_load((calibrated / "run" / "milliseconds.yaml").read_text())
-    assert all(set(row) == {4, 8} and min(row.values()) > 0 for row in table.values()) and set(table) == {"0", "5"}
-    again, same, _ = bits("--choices", "4,8", "--latency", "run/milliseconds.yaml", "1000")
-    assert (again, same) == (0, out)
-
-
 def test_overrides_count_and_a_layer_keeps_what_its_own_say(bits: Callable[..., Any], calibrated: Path) -> None:
     own = "quantization.overrides={'5': {weight: {granularity: tensor}, activation: {rule: ema}}}"
     status, out, err = bits("--choices", "4,8", "--size", "8", own, "quantization.activation.init=minmax")

@@ -20,7 +20,6 @@ def open_session(
     exact: bool = True,
     threads: int = 0,
     content: bytes | None = None,
-    profile: Path | None = None,
 ) -> Any:
     """A session on the CPU.
 
@@ -31,7 +30,6 @@ def open_session(
         exact: with exact integer products on every processor; false: as the runtime multiplies by default.
         threads: 0 for as many as the runtime takes.
         content: what to open in place of the file; the integers in a second file are that file's.
-        profile: how the file begins that gets the time of every operator, if any.
 
     Raises:
         ValueError: if ONNX Runtime cannot read the file.
@@ -42,8 +40,6 @@ def open_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(Path(path).parent))
-    if profile is not None:
-        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     options.log_severity_level = 3  # it warns of every optimised graph that it saves
     if exact and needs_option():
         options.add_session_config_entry(*EXACT_OPTION)
