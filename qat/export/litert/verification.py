@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import Follow, Verification, judge
+from qat.export.checks import check_finite
 from qat.export.litert.engines import TorchFile
 from qat.export.litert.file import HIGHEST
 from qat.export.litert.reading import ReadFile
@@ -35,8 +36,8 @@ def verify_litert(
         ImportError: if the engine is not installed.
         ValueError, FileNotFoundError: as `verify_onnx`.
     """
-    check_model(verify_litert, model)
     given, run = as_batches(verify_litert, model, batches), TorchFile(Path(path).read_bytes(), engine)
+    check_finite(model, "verify_litert")
     with evaluating(model), torch.no_grad():
         return judge([answers("verify_litert", run, model, batch)[1] for batch in given])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import Pair, Verification, judge
+from qat.export.checks import check_finite
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
@@ -45,6 +46,7 @@ def verify_onnx(
         FileNotFoundError: if there is no such file.
     """
     given = as_batches(verify_onnx, model, batches)
+    check_finite(model, "verify_onnx")
     run = partial(run_session, open_session(path, exact=not default_session))
     with evaluating(model), torch.no_grad():
         pairs = [answers("verify_onnx", run, model, batch)[1] for batch in given]
