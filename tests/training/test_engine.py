@@ -184,7 +184,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 ) -> None:
     run = stage_run(tmp_path, tiny_model(), stage, config=config, train=Poisoned())
     said = user_error(train, run)
-    assert said.startswith("qat: the training loss is nan in epoch 2, step 3, and conv.weight, conv.bias, bn.weight and ")
+    assert said.startswith(
+        "qat: the training loss is nan in epoch 2, step 3, and conv.weight, conv.bias, bn.weight and "
+    )
     assert said.endswith(f" more of the model are not finite; try {advice}")
     checkpoint = load_checkpoint(tmp_path / "last.pt")
     assert checkpoint["epochs"] == 1
@@ -211,7 +213,9 @@ def test_a_finite_checkpoint_stays_where_a_scale_becomes_nan(tmp_path: Path) -> 
     hook = model.quantizer.scale.register_hook
     hook(lambda gradient: gradient * (math.nan if next(calls) == last else 1.0))
     said = user_error(train, stage_run(tmp_path, model, QATStageConfig(epochs=2), train=TinyBatches(24)))
-    assert said.startswith("qat: quantizer.scale of the model is not finite after epoch 2; try a lower qat.lr, from mod")
+    assert said.startswith(
+        "qat: quantizer.scale of the model is not finite after epoch 2; try a lower qat.lr, from mod"
+    )
     assert said.endswith("float.safetensors in another run_dir")
     assert load_checkpoint(tmp_path / "last.pt")["epochs"] == 1
 
