@@ -36,6 +36,11 @@ class QuantLayer(QuantTwin):
     sum_dtype: ClassVar[torch.dtype] = torch.float32
     """The narrowest type in which evaluation adds integers."""
 
+    @property
+    def input_axis(self) -> int:
+        """The axis of the input that the layer sums over, from the end: the channels."""
+        return -1 - len(getattr(self, "kernel_size", ()))
+
     weight: Tensor
     bias: Any
     weight_quantizer: Quantizer
@@ -46,7 +51,7 @@ class QuantLayer(QuantTwin):
         spec = resolved_weight_spec(weight_spec)
         shape = scale_shape(spec, tuple(self.channels_first(self.weight).shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
-        self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device)
+        self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device, self.input_axis)
         if not self.weight.is_meta:
             self.calibrate_weight()
 
@@ -179,10 +184,15 @@ def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def quantizer_or_none(activation_spec: ActivationSpec, device: torch.device | str | None) -> Quantizer | None:
+def quantizer_or_none(
+    activation_spec: ActivationSpec, device: torch.device | str | None, summed_axis: int | None = None
+) -> Quantizer | None:
     """The quantizer of an input; None without a spec."""
     spec = resolved_input_spec(activation_spec)
-    return None if spec is None else create_quantizer(spec, "activation", (), device)
+    made = None if spec is None else create_quantizer(spec, "activation", (), device)
+    if made is not None:
+        made.summed_axis = summed_axis
+    return made
 
 
 def resolved_weight_spec(weight_spec: QuantSpec | None) -> QuantSpec:

@@ -64,8 +64,13 @@ class QuantFunction(QuantLayer):
         self.options = dict(options or {})
         spec = resolved_weight_spec(weight_spec)
         self.weight_quantizer = create_quantizer(spec, "weight", scale_shape(spec, weight_shape), device)
-        self.input_quantizer = quantizer_or_none(activation_spec, device)
+        self.input_quantizer = quantizer_or_none(activation_spec, device, self.input_axis)
         self.calibrating = False
+
+    @property
+    def input_axis(self) -> int:
+        """The axis of the input that the function sums over, from the end."""
+        return -1 - [F.linear, *CONVOLUTIONS].index(self.function)
 
     @property
     def float_type(self) -> type[nn.Module]:  # type: ignore[override]

@@ -6,6 +6,7 @@ Small sets are read into memory; for image folders, only the list of files is.
 import io
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
 from importlib import resources
@@ -171,8 +172,8 @@ _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
 
 SPLITS = ("train", "val")
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""Of images, as in torchvision's ImageFolder."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+"""Of images, as in torchvision's ImageFolder, and .gif, of which the first picture counts."""
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
@@ -200,16 +201,22 @@ def _class_folders(folder: Path) -> list[str]:
 
 def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
     """List a split's images by class, then by folder and name."""
-    found = [_images_below(folder / name) for name in classes]
+    others = Counter[str]()
+    found = [_images_below(folder / name, others) for name in classes]
     empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
     if empty:
         kinds = " ".join(EXTENSIONS)
         raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
+    if others:
+        left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(5))
+        logger.info("data: '%s': files that are not read: %s; images end in %s", folder, left, " ".join(EXTENSIONS))
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))
     return ImageFiles(np.array([os.fsencode(path) for paths in found for path in paths]), labels)
 
 
-def _images_below(folder: Path) -> list[str]:
+def _images_below(folder: Path, others: Counter[str]) -> list[str]:
+    """The images in a folder and those in it; `others` counts the other files by suffix."""
+
     def fail(error: OSError) -> None:
         raise error
 
@@ -219,5 +226,9 @@ def _images_below(folder: Path) -> list[str]:
         for link in (Path(place, name) for name in subfolders if os.path.islink(os.path.join(place, name))):
             if link.resolve() in (folder.resolve(), *folder.resolve().parents):
                 raise UserError(f"data.root: '{link}' is a link that leads back up to '{link.resolve()}'; remove it")
-        paths += [os.path.join(place, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
+        for name in (name for name in files if name[0] != "."):
+            if (suffix := Path(name).suffix.lower()) in EXTENSIONS:
+                paths.append(os.path.join(place, name))
+            else:
+                others[suffix] += 1
     return sorted(paths, key=os.path.split)
