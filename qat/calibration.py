@@ -4,7 +4,6 @@ import copy
 import itertools
 import logging
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -12,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from qat.analysis.statistics import sqnr
-from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone, whole
+from qat.analysis.statistics import warn_of_losses
+from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
@@ -34,11 +33,6 @@ class Step(Protocol):
     def run(self, model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> str:
         """Change the model's weights, biases or statistics in place, so that it answers as the original does with its
         quantizers off: a copy from before the steps behind the ranges. Return what was done, in a sentence."""
-
-
-LOST, LOST_MORE = 15.0, 18.0
-"""A rule that keeps fewer dB of a weight, and so many fewer than its bits can, is warned of. What rules lose by design
-is less: floats and MX keep 24 dB at 8 bits, and up to 3 bits have not that much to lose."""
 
 
 def calibrate(
@@ -118,7 +112,7 @@ def calibrate(
         _set_ranges(_not_frozen(model, quantizers), observers)
         _take(model, given, [step for step in steps if not step.before_ranges])
     with evaluating(model):
-        _warn_of_losses([(name, module) for name, module in open_weights if module not in functions])
+        warn_of_losses([(name, module) for name, module in open_weights if module not in functions])
     with this_rank_alone():  # the others may have no batches
         check_own_twins(model, calls)
         check_parts(model, calls)
@@ -213,26 +207,6 @@ def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, Ra
             raise ValueError(f"calibrate: quantizer {name!r} saw no values; is its part of the model ever run?")
         with _naming(f"quantizer {name!r}"):
             quantizer.fit(values, count)
-
-
-@torch.no_grad()
-def _warn_of_losses(layers: list[tuple[str, QuantLayer]]) -> None:
-    """Warn of a rule that loses far more of a weight than its bits do on an even grid."""
-    lost = []
-    for name, layer in layers:
-        quantizer, weight = layer.weight_quantizer, layer.channels_first(whole(layer.weight)).float()
-        spec, rows = quantizer.spec, weight.reshape(1, -1) if quantizer.shape == () else weight.flatten(1)
-        low, high = rows.aminmax(dim=1, keepdim=True)
-        step = ((high - low) / (2**spec.bits - 1)).clamp(min=torch.finfo(rows.dtype).tiny)
-        even = min(float(sqnr(rows, ((rows - low) / step).round() * step + low)), 6.0 * spec.bits)
-        if (found := float(sqnr(weight, quantizer(weight)))) < min(LOST, even - LOST_MORE):
-            lost.append(
-                f"calibrate: the rule {spec.rule!r} keeps {found:.0f} dB of the weight of {name!r}, where {spec.bits}"
-                f" bits on an even grid keep {even:.0f}: its options {dict(spec.options)} change the weight itself, or"
-                " its levels do not fit; choose others, or another rule"
-            )
-    if lost:
-        warnings.warn(lost[0] + (f" ({len(lost) - 1} more layers too)" if lost[1:] else ""), stacklevel=3)
 
 
 @contextmanager

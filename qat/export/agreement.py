@@ -39,8 +39,7 @@ class Verification:
         float_convolutions: how many convolutions ONNX Runtime computes in float, transposed ones included, for which
             it has no integer kernel: equal answers alone are no proof of integers.
         close: share of predictions whose values are all off by at most that tolerance, for the output where it is
-            least: scores that are half as large predict the same classes. Near-ties alone may move values further,
-            which `qat.export.explain_differences` tells from another function.
+            least. Near-ties may move values further; `qat.export.explain_differences` tells.
     """
 
     samples: int

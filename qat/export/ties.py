@@ -86,9 +86,9 @@ def explain_differences(
         follow = LayerComparison(path, model, default_session=default_session).follow
     else:
         run, follow = TorchFile(Path(path).read_bytes(), engine), litert_following(path, model, engine)
-    most = None if engine is None else 1
+    answer, levels = partial(answers, "explain_differences", run, model), None if engine is None else 1
     with evaluating(model), torch.no_grad():
-        return explained(given, partial(answers, "explain_differences", run, model), follow, enough, most)
+        return explained(given, answer, follow, enough, levels)
 
 
 def explained(
@@ -98,10 +98,7 @@ def explained(
     enough: int | None = None,
     levels: int | None = None,
 ) -> Differences:
-    """`explain_differences` of any runtime; `answer` gives a batch's inputs, and the outputs of model and file.
-
-    `levels`: by how many the runtime may round otherwise; None: only where there is a near-tie.
-    """
+    """`explain_differences` of any runtime, which may round by so many `levels` otherwise; None: only near-ties."""
     counts: Tensor | None = None
     layers: list[LayerDifference] = []
     for batch in batches:

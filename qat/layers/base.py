@@ -51,7 +51,9 @@ class QuantLayer(QuantTwin):
         spec = resolved_weight_spec(weight_spec)
         shape = scale_shape(spec, tuple(self.channels_first(self.weight).shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
-        self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device, self.input_axis)
+        self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device)
+        if self.input_quantizer is not None:
+            self.input_quantizer.summed_axis = self.input_axis
         if not self.weight.is_meta:
             self.calibrate_weight()
 
@@ -184,15 +186,10 @@ def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def quantizer_or_none(
-    activation_spec: ActivationSpec, device: torch.device | str | None, summed_axis: int | None = None
-) -> Quantizer | None:
+def quantizer_or_none(activation_spec: ActivationSpec, device: torch.device | str | None) -> Quantizer | None:
     """The quantizer of an input; None without a spec."""
     spec = resolved_input_spec(activation_spec)
-    made = None if spec is None else create_quantizer(spec, "activation", (), device)
-    if made is not None:
-        made.summed_axis = summed_axis
-    return made
+    return None if spec is None else create_quantizer(spec, "activation", (), device)
 
 
 def resolved_weight_spec(weight_spec: QuantSpec | None) -> QuantSpec:

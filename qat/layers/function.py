@@ -60,17 +60,14 @@ class QuantFunction(QuantLayer):
         super().__init__()
         if function not in FLOAT_TYPES:
             raise ValueError(f"QuantFunction: {getattr(function, '__name__', function)} is not linear or a convolution")
-        self.function = function
+        self.function, self.kernel_size = function, weight_shape[2:]
         self.options = dict(options or {})
         spec = resolved_weight_spec(weight_spec)
         self.weight_quantizer = create_quantizer(spec, "weight", scale_shape(spec, weight_shape), device)
-        self.input_quantizer = quantizer_or_none(activation_spec, device, self.input_axis)
+        self.input_quantizer = quantizer_or_none(activation_spec, device)
+        if self.input_quantizer is not None:
+            self.input_quantizer.summed_axis = self.input_axis
         self.calibrating = False
-
-    @property
-    def input_axis(self) -> int:
-        """The axis of the input that the function sums over, from the end."""
-        return -1 - [F.linear, *CONVOLUTIONS].index(self.function)
 
     @property
     def float_type(self) -> type[nn.Module]:  # type: ignore[override]

@@ -12,7 +12,6 @@ from torch import fx, nn
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Arguments, Examples, bind_arguments, call_with, described, does_not_run, model_device
 from qat.layers import QuantLayer
-from qat.layers.base import quantizer_or_none
 from qat.layers.twins import QuantTwin, float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
 from qat.preparation.functional_weights import FunctionalLayer, find_functional_layers, quantize_functional_layers
 from qat.preparation.placement import place_quantizers
@@ -20,6 +19,7 @@ from qat.preparation.prepared_graph import PreparedGraph, keep_attributes, keep_
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, WHOLE_MODEL
 from qat.preparation.rewriting import rewrite_for_target
 from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
+from qat.quantizer import create_quantizer
 from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.torch_internals import children_of
 from qat.tracing.in_place import copy_before_writes, mark_later_writes
@@ -188,7 +188,8 @@ def _layer(layer: nn.Module, name: str, recipe: ScopedRecipe, left: dict[str, st
     if isinstance(twin, QuantLayer):
         try:
             for own in [name for name in twin.quantizer_arguments if getattr(twin, name) is None]:
-                setattr(twin, own, quantizer_or_none(chosen.activation, model_device(twin), twin.input_axis))
+                setattr(twin, own, create_quantizer(chosen.activation, "activation", (), model_device(twin)))
+                getattr(twin, own).summed_axis = twin.input_axis
         except ValueError as error:
             raise ValueError(f"prepare: {name} (activation): {error}") from error
     return twin

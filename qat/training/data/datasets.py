@@ -201,8 +201,10 @@ def _class_folders(folder: Path) -> list[str]:
 
 def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
     """List a split's images by class, then by folder and name."""
-    others = Counter[str]()
-    found = [_images_below(folder / name, others) for name in classes]
+    files = [_files_below(folder / name) for name in classes]
+    found = [[path for path in paths if path.lower().endswith(EXTENSIONS)] for paths in files]
+    others = Counter(os.path.splitext(path)[1].lower() for paths in files for path in paths)
+    others = Counter({suffix: count for suffix, count in sorted(others.items()) if suffix not in EXTENSIONS})
     empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
     if empty:
         kinds = " ".join(EXTENSIONS)
@@ -214,9 +216,7 @@ def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
     return ImageFiles(np.array([os.fsencode(path) for paths in found for path in paths]), labels)
 
 
-def _images_below(folder: Path, others: Counter[str]) -> list[str]:
-    """The images in a folder and those in it; `others` counts the other files by suffix."""
-
+def _files_below(folder: Path) -> list[str]:
     def fail(error: OSError) -> None:
         raise error
 
@@ -226,9 +226,5 @@ def _images_below(folder: Path, others: Counter[str]) -> list[str]:
         for link in (Path(place, name) for name in subfolders if os.path.islink(os.path.join(place, name))):
             if link.resolve() in (folder.resolve(), *folder.resolve().parents):
                 raise UserError(f"data.root: '{link}' is a link that leads back up to '{link.resolve()}'; remove it")
-        for name in (name for name in files if name[0] != "."):
-            if (suffix := Path(name).suffix.lower()) in EXTENSIONS:
-                paths.append(os.path.join(place, name))
-            else:
-                others[suffix] += 1
+        paths += [os.path.join(place, name) for name in files if name[0] != "."]
     return sorted(paths, key=os.path.split)
