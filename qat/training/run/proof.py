@@ -59,15 +59,12 @@ class Proof:
         """The reasons why the proof fails, as parts of one sentence; empty if it does not."""
         found = []
         shares = {
-            "predictions are": self.results["agreement"],
-            "predictions have values that are": self.results["close"],
+            "of its predictions are the torch model's": self.results["agreement"],
+            "of its answers have values that are the torch model's": self.results["close"],
         }
-        few = [f"{100 * share:.2f} % of its {what}" for what, share in shares.items() if not share >= MIN_AGREEMENT]
+        few = [f"{100 * share:.2f} % {what}" for what, share in shares.items() if not share >= MIN_AGREEMENT]
         if few and not (self.differences and self.differences.explained):
-            found.append(
-                f"only {few[0]} the torch model's, and near-ties of rounding do not explain the others"
-                f" ({self._largest_gap()})"
-            )
+            found.append(f"only {few[0]}, and near-ties of rounding do not explain the others ({self._largest_gap()})")
         wrong = [layer.name for layer in self.layers if layer.largest > 1]
         if wrong:
             count = "1 layer" if len(wrong) == 1 else f"{len(wrong)} layers"
