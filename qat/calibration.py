@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from qat.analysis.statistics import warn_of_losses
 from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
@@ -110,6 +111,8 @@ def calibrate(
         observers = _observe(model, quantizers, functions, given, limit)
         _set_ranges(_not_frozen(model, quantizers), observers)
         _take(model, given, [step for step in steps if not step.before_ranges])
+    with evaluating(model):
+        warn_of_losses([(name, module) for name, module in open_weights if module not in functions])
     with this_rank_alone():  # the others may have no batches
         check_own_twins(model, calls)
         check_parts(model, calls)

@@ -1,4 +1,4 @@
-"""`float_state_dict`: the state of a prepared model without its quantizers."""
+"""`float_state_dict`, the state of a prepared model without its quantizers; `not_finite`, what of it is NaN."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from qat.inputs import expect_model
 from qat.quantizer import Quantizer
+from qat.text import some
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -23,3 +24,12 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
         f"{name}." for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)
     ]
     return {key: value for key, value in model.state_dict().items() if not key.startswith(tuple(quantizers))}
+
+
+def not_finite(model: nn.Module) -> str:
+    """What of the model is NaN or infinite, in words; buffers that are no statistics may be infinite (masks)."""
+    masks = {name for name, _ in model.named_buffers() if "running_" not in name}
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wrong = {name: tensor.isnan() if name in masks else ~tensor.isfinite() for name, tensor in state.items()}
+    bad = [name for name, each in wrong.items() if not each.is_meta and bool(each.any())]
+    return f"{some(bad)} of the model {'is' if len(bad) == 1 else 'are'} not finite" if bad else ""

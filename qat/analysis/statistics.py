@@ -1,5 +1,6 @@
-"""`quantizer_statistics`: what every quantizer of a model does to its tensor, as numbers for curves."""
+"""`quantizer_statistics`: what every quantizer of a model does to its tensor, as numbers; a warning of large losses."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from qat.analysis.grid_weights import weights_of
+from qat.collectives import whole
 from qat.contexts import evaluating
 from qat.inputs import Batch, expect_model, inputs_and_labels, run_batch
+from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.base import FLOOR_SHARE
 from qat.quantizer.granularity import to_groups
@@ -148,3 +151,26 @@ def learned_statistics(quantizers: dict[str, Quantizer]) -> dict[str, Tensor]:
         if each.spec.ewgs == "hessian":
             curves[f"ewgs_delta/{name}"] = each.ewgs_delta
     return {key: values.detach().float().mean() for key, values in curves.items()}
+
+
+LOST, LOST_MORE = 15.0, 18.0
+"""A rule that keeps fewer dB of a weight, and so many fewer than its bits can, is warned of: floats and MX keep 24."""
+
+
+@torch.no_grad()
+def warn_of_losses(layers: list[tuple[str, QuantLayer]]) -> None:
+    """Warn of a rule that loses far more of a weight than its bits do on an even grid."""
+    lost = []
+    for name, layer in layers:
+        quantizer, weight = layer.weight_quantizer, layer.channels_first(whole(layer.weight)).float()
+        spec, rows = quantizer.spec, weight.reshape(1, -1) if quantizer.shape == () else weight.flatten(1)
+        low, high = rows.aminmax(dim=1, keepdim=True)
+        step = ((high - low) / (2**spec.bits - 1)).clamp(min=torch.finfo(rows.dtype).tiny)
+        even = min(float(sqnr(rows, ((rows - low) / step).round() * step + low)), 6.0 * spec.bits)
+        if (found := float(sqnr(weight, quantizer(weight)))) < min(LOST, even - LOST_MORE):
+            lost.append(
+                f"calibrate: the rule {spec.rule!r} keeps {found:.0f} dB of the weight of {name!r}, where {spec.bits}"
+                f" bits keep {even:.0f}; choose other options than {dict(spec.options)}, or another rule"
+            )
+    if lost:
+        warnings.warn(lost[0] + (f" ({len(lost) - 1} more layers too)" if lost[1:] else ""), stacklevel=3)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
+from qat.analysis.state import not_finite
 from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin, QuantTwin, layers_of
@@ -68,6 +69,7 @@ def summary(model: nn.Module) -> str:
     if in_parts is not None:
         lines += [f"the model is {in_parts}", f"parts that are one graph: {', '.join(prepared_parts(model)) or 'none'}"]
     lines += [said_of(own)] if own else []
+    lines += [bad] if (bad := not_finite(model)) else []
     return "\n".join([*lines, *_between(model), *_verdicts(model)])
 
 

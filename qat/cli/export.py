@@ -12,13 +12,17 @@ from torch import fx
 import qat
 from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
 from qat.cli.verify import compared, is_other, sentences
+from qat.export.agreement import Pair
 from qat.export.exporter import Format
 from qat.export.litert.firmware import arena_bytes, vela_estimate, write_c_array, write_multipliers
 from qat.export.onnx.operators import OPSET, OPSETS
+from qat.export.onnxruntime.verification import LayerComparison
+from qat.export.ties import explained
+from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import about_model, export_metadata
 from qat.training.run.folder import read_summary
-from qat.training.run.proof import MIN_AGREEMENT, prove
+from qat.training.run.proof import prove
 
 EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
 
@@ -121,9 +125,9 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
     if data is None:
         print("not proven (--no-proof)")
         return 0
-    found, layers = compared(path, model, data.val, "litert")
-    print("\n".join(sentences(found, layers, "litert")))
-    if not is_other(found, layers, "litert"):
+    found, layers, behind = compared(path, model, data.val, "litert")
+    print("\n".join(sentences(found, layers, behind, "litert")))
+    if not is_other(layers, behind, "litert"):
         return 0
     print(f"{path}: it is NOT the trained model; do not deploy it")
     return 1
@@ -146,13 +150,18 @@ def _for_firmware(given: argparse.Namespace, path: Path) -> None:
 
 
 def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:
-    """Whether a file that takes pixels answers as the trained model; 1 if it does so in fewer than 99.5 %."""
-    engine, equal, images = Run(path).engine("onnxruntime"), 0, 0
-    for batch, _ in batches:
-        ours, theirs = in_torch(opened.quantized, batch), engine(batch)
-        equal, images = equal + int((ours.argmax(1) == theirs.argmax(1)).sum()), images + len(batch)
-    print(f"ONNX Runtime, from pixels: {100 * equal / images:.2f} % of {images:,} predictions are equal")
-    return int(equal < MIN_AGREEMENT * images)
+    """Whether a file that takes pixels answers as the trained model, near-ties apart; 1 if not."""
+    engine, model, kept = Run(path).engine("onnxruntime"), opened.quantized, opened.transform.preprocessing
+
+    def answer(batch: Any) -> tuple[Any, Pair]:
+        return opened.as_pixels(batch[0]), ([in_torch(model, batch[0])], [engine(batch[0])], None)
+
+    comparison, normalize = LayerComparison(path, model), ToInput(kept.mean, kept.std)
+    comparison.model.register_forward_pre_hook(lambda _, given: (normalize(given[0].permute(0, 3, 1, 2)),))
+    found = explained(batches, answer, comparison.follow)
+    equal = f"{100 * (1 - found.differing / found.predictions):.2f} % of {found.predictions:,} predictions are equal"
+    print(f"ONNX Runtime, from pixels: {equal}" + ("" if found.explained else "; what differs is not rounding"))
+    return int(not found.explained)
 
 
 def _metadata(opened: Run) -> dict[str, object]:

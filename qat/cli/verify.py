@@ -11,12 +11,20 @@ from torch import Tensor, nn
 import qat
 from qat.cli.runs import Run, add_overrides, add_run, count, open_run
 from qat.cli.runtimes import RUNTIMES, notes_of, open_file
-from qat.export import LayerDifference, Verification, compare_layers, compare_litert_layers, find_saturation
+from qat.export import (
+    Differences,
+    LayerDifference,
+    Verification,
+    compare_layers,
+    compare_litert_layers,
+    explain_differences,
+    find_saturation,
+)
 from qat.export.onnxruntime.default_session import default_is_exact
+from qat.export.ties import allowed_of
 from qat.text import table
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import state_digest
-from qat.training.run.proof import MIN_AGREEMENT
 
 EXAMPLE = "python -m qat verify runs/resnet_int8"
 COMPARED = [name for name in RUNTIMES if name != "openvino"]
@@ -37,51 +45,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what was compared; 1 if predictions differ in more than 0.5 %, or integers beyond what rounding does."""
+    """Print what was compared; 1 if more than 0.5 % of the answers, or an integer, differ beyond rounding."""
     if given.default_session and RUNTIMES[given.runtime].engine:
         raise UserError(f"--default-session: is of ONNX Runtime; leave it out with --runtime {given.runtime}")
     opened = open_run(given.run_path, given.model)
     batches = FirstBatches(opened.data(given.overrides).val, given.batches)
     path, default = opened.file(given.runtime), given.default_session
-    found, layers = compared(path, opened.quantized, batches, given.runtime, default_session=default)
-    print("\n".join(sentences(found, layers, given.runtime)))
+    found, layers, behind = compared(path, opened.quantized, batches, given.runtime, default_session=default)
+    print("\n".join(sentences(found, layers, behind, given.runtime)))
     differing = [layer for layer in layers if layer.differing]
     if differing:
         _say_where(opened, given, next(iter(batches))[0], differing)
-    failed = is_other(found, layers, given.runtime)
+    failed = is_other(layers, behind, given.runtime)
     print("the file is NOT the trained model" if failed else "the file answers as the trained model")
     return int(failed)
 
 
 def compared(
     path: Path, model: nn.Module, batches: Iterable[Any], runtime: str, *, default_session: bool = False
-) -> tuple[Verification, list[LayerDifference]]:
-    """Predictions over all batches, and the integers of every layer over the first."""
+) -> tuple[Verification, list[LayerDifference], Differences | None]:
+    """Answers over all batches, the integers of every layer over the first, and what is behind answers that differ."""
     images, engine = next(iter(batches))[0], RUNTIMES[runtime].engine
     open_file(path, runtime)  # refuses in a sentence
+    option: dict[str, Any] = {"engine": engine} if engine else {"default_session": default_session}
+    verify, compare = (qat.verify_litert, compare_litert_layers) if engine else (qat.verify_onnx, compare_layers)
     with value_errors_reported(f"{path}: "):
-        if engine:
-            found = qat.verify_litert(path, model, batches, engine=engine)
-            return found, compare_litert_layers(path, model, images, engine=engine)
-        found = qat.verify_onnx(path, model, batches, default_session=default_session)
-        return found, compare_layers(path, model, images, default_session=default_session)
+        found, layers = verify(path, model, batches, **option), compare(path, model, images, **option)
+        few = allowed_of(found.samples) + 1
+        behind = None if found.is_right else explain_differences(path, model, batches, enough=few, **option)
+    return found, layers, behind
 
 
-def sentences(found: Verification, layers: list[LayerDifference], runtime: str) -> list[str]:
+def sentences(
+    found: Verification, layers: list[LayerDifference], behind: Differences | None, runtime: str
+) -> list[str]:
     """What was compared."""
     title, first, second = RUNTIMES[runtime].title, found.torch_top1, found.onnx_top1
     top1 = f"; top1 {first:.2f} % in torch, {second:.2f} % in {title}" if first else ""
     differing, total = (sum(getattr(layer, key) for layer in layers) for key in ("differing", "elements"))
-    return [
+    said = [
         f"predictions: {100 * found.agreement:.2f} % of {found.samples:,} are equal{top1}",
         f"integers: {differing:,} of {total:,} differ over {len(layers)} layers, each computed from the same integers"
         " before it",
     ]
+    if behind is not None:
+        off, what = f"{100 * found.close:.2f} % of the answers have close values", "follow from rounding alone"
+        said.insert(1, f"values: {off}; those that are off {'' if behind.explained else 'do not '}{what}")
+    return said
 
 
-def is_other(found: Verification, layers: list[LayerDifference], runtime: str) -> bool:
+def is_other(layers: list[LayerDifference], behind: Differences | None, runtime: str) -> bool:
     """Whether the file is not the trained model; LiteRT may round any sum to the neighbour."""
-    return any(_beyond(layer, runtime) for layer in layers) or not found.agreement >= MIN_AGREEMENT
+    return any(_beyond(layer, runtime) for layer in layers) or not (behind is None or behind.explained)
 
 
 def _beyond(layer: LayerDifference, runtime: str) -> bool:

@@ -8,8 +8,8 @@ from qat.export.lint.linting import Finding, lint_onnx
 from qat.export.litert.exporter import export_litert
 from qat.export.litert.verification import compare_litert_layers, verify_litert
 from qat.export.onnx.saturation import Saturation, find_saturation
-from qat.export.onnxruntime.ties import Differences, explain_differences
 from qat.export.onnxruntime.verification import compare_layers, optimized_operators, verify_onnx
+from qat.export.ties import Differences, explain_differences
 from qat.integers.following import LayerDifference
 
 __all__ = [

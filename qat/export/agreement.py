@@ -1,18 +1,27 @@
 """Whether two runtimes give the same answers: equal classes, values within a tolerance, or equal integers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.integers.following import ROUNDING
+from qat.integers.following import ROUNDING, LayerDifference
 
 TOLERANCE = 0.01
 """How far a value may be off and count as equal, as a share of the range of the model's output: between two and three
 levels of an output with 8 bits."""
 
+MIN_AGREEMENT = 0.995
+"""Share of predictions below which a proof fails: those that are right, or differ because of near-ties alone."""
+
 Pair = tuple[list[Tensor], list[Tensor], Tensor | None]
 """The outputs of the model and of the file for one batch, and its labels if there are any."""
+
+Follow = Callable[[Any], tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]]
+"""Gives every layer's integers, given the file's before it, and the outputs twice: by torch from the file's last
+integers, and by the file as it is read."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,8 @@ class Verification:
         max_difference: largest absolute difference of an output; NaN where a value is not finite.
         float_convolutions: how many convolutions ONNX Runtime computes in float, transposed ones included, for which
             it has no integer kernel: equal answers alone are no proof of integers.
+        close: share of predictions whose values are all off by at most that tolerance, for the output where it is
+            least. Near-ties may move values further; `qat.export.explain_differences` tells.
     """
 
     samples: int
@@ -37,6 +48,12 @@ class Verification:
     onnx_top1: float | None
     max_difference: float
     float_convolutions: int = 0
+    close: float = 1.0
+
+    @property
+    def is_right(self) -> bool:
+        """Whether predictions and values are the model's, without a look at near-ties."""
+        return self.agreement >= MIN_AGREEMENT and self.close >= MIN_AGREEMENT
 
 
 def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
@@ -58,21 +75,27 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
         onnx_top1=_top1(pairs, 1),
         max_difference=largest.max().item(),
         float_convolutions=float_convolutions,
+        close=min(close_predictions(both).double().mean().item() for both in compared),
     )
 
 
 def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Which predictions of one output are equal, of the model and of the file: one flat tensor for all batches."""
+    if has_classes(both[0][0]):
+        return torch.cat([same_class(a, b).flatten() for a, b in both])
+    return close_predictions(both)
+
+
+def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of which of these predictions every value is right: an equal integer, or off by little of the output's range."""
     first = both[0][0]
     if not first.is_floating_point():
         return torch.cat([(a == b).flatten() for a, b in both])
-    if has_classes(first):
-        return torch.cat([same_class(a, b).flatten() for a, b in both])
-    ours, theirs = (torch.cat([x.double().flatten() for x in each]) for each in zip(*both, strict=True))
-    known = ours[ours.isfinite()]
+    known = torch.cat([a[a.isfinite()].double() for a, _ in both])
     span = known.max() - known.min() if known.numel() else 0.0
     allowed = torch.as_tensor(TOLERANCE * span).clamp(min=ROUNDING * known.abs().max() if known.numel() else 0.0)
-    return (ours - theirs).abs() <= allowed  # false for NaN and infinities
+    close = [(a.double() - b.double()).abs() <= allowed for a, b in both]  # false for NaN and infinities
+    return torch.cat([(each.all(1) if has_classes(first) else each).flatten() for each in close])
 
 
 def has_classes(output: Tensor) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from qat.analysis.state import not_finite
 from qat.analysis.table import float_results, said_of
 from qat.collectives import is_sharded
 from qat.contexts import evaluating
@@ -48,6 +49,7 @@ def check_integers(model: nn.Module, caller: str) -> None:
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
+    check_finite(model, caller)
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise ValueError(
@@ -83,6 +85,12 @@ def check_integers(model: nn.Module, caller: str) -> None:
                 f"{caller}: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
                 " codes(x) and grid() say; make them agree, or set exportable = False"
             )
+
+
+def check_finite(model: nn.Module, caller: str) -> None:
+    """Check that no scale, weight or statistic is NaN or infinite: a quantizer would go on with a scale of its own."""
+    if bad := not_finite(model):
+        raise ValueError(f"{caller}: {bad}; load the last state that was, and train on from it with a lower lr")
 
 
 @torch.no_grad()

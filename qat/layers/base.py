@@ -36,6 +36,11 @@ class QuantLayer(QuantTwin):
     sum_dtype: ClassVar[torch.dtype] = torch.float32
     """The narrowest type in which evaluation adds integers."""
 
+    @property
+    def input_axis(self) -> int:
+        """The axis of the input that the layer sums over, from the end: the channels."""
+        return -1 - len(getattr(self, "kernel_size", ()))
+
     weight: Tensor
     bias: Any
     weight_quantizer: Quantizer
@@ -47,6 +52,8 @@ class QuantLayer(QuantTwin):
         shape = scale_shape(spec, tuple(self.channels_first(self.weight).shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
         self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device)
+        if self.input_quantizer is not None:
+            self.input_quantizer.summed_axis = self.input_axis
         if not self.weight.is_meta:
             self.calibrate_weight()
 

@@ -60,11 +60,13 @@ class QuantFunction(QuantLayer):
         super().__init__()
         if function not in FLOAT_TYPES:
             raise ValueError(f"QuantFunction: {getattr(function, '__name__', function)} is not linear or a convolution")
-        self.function = function
+        self.function, self.kernel_size = function, weight_shape[2:]
         self.options = dict(options or {})
         spec = resolved_weight_spec(weight_spec)
         self.weight_quantizer = create_quantizer(spec, "weight", scale_shape(spec, weight_shape), device)
         self.input_quantizer = quantizer_or_none(activation_spec, device)
+        if self.input_quantizer is not None:
+            self.input_quantizer.summed_axis = self.input_axis
         self.calibrating = False
 
     @property

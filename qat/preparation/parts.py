@@ -189,6 +189,7 @@ def _layer(layer: nn.Module, name: str, recipe: ScopedRecipe, left: dict[str, st
         try:
             for own in [name for name in twin.quantizer_arguments if getattr(twin, name) is None]:
                 setattr(twin, own, create_quantizer(chosen.activation, "activation", (), model_device(twin)))
+                getattr(twin, own).summed_axis = twin.input_axis
         except ValueError as error:
             raise ValueError(f"prepare: {name} (activation): {error}") from error
     return twin

@@ -302,6 +302,8 @@ def _pass_input_quantizers(
                 f"prepare: no quantizer reaches the input of {recipe.full_name(str(node.target))!r};"
                 " leave the layer in float with an override {'skip': True}"
             )
+        if operand is source:  # else something moves the axes in between
+            setattr(graph_module.get_submodule(str(source.target)), "summed_axis", layer.input_axis)  # noqa: B010
         with graph_module.graph.inserting_before(node):
             grid = graph_module.graph.get_attr(str(source.target))
         node.kwargs = {keyword: grid, **node.kwargs}

@@ -72,6 +72,9 @@ class Quantizer(nn.Module):
         is_fixed: the grid is that of a runtime's kernel, and frozen for good.
     """
 
+    summed_axis: int | None = None
+    """The axis of an activation that the layer behind it sums over, for rules with blocks; None: unknown."""
+
     exportable: bool = True
     """Whether the output lies on the integer grid that `grid()` and `codes()` describe."""
 

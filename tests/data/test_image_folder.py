@@ -3,9 +3,13 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import ExifTags, Image
 
 from qat.training.data.datasets import read_image_folder
+from qat.training.data.images import ImageFiles, as_rgb
 from tests.runs.tiny_training import user_error
 
 
@@ -61,3 +65,26 @@ def test_folders_that_are_missing_or_empty_are_refused(tmp_path: Path) -> None:
     assert "differ in ['x', 'y']" in user_error(read_image_folder, root)
     (root / "val" / "y").rename(root / "val" / "x")
     assert user_error(read_image_folder, root).endswith(": x")
+
+
+def test_files_of_other_kinds_are_counted_and_gifs_are_read(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("2.gif", "3.HEIC", "4.heic", "README.txt", "labels"):
+        (root / "train" / "dog" / name).write_bytes(b"")
+    with caplog.at_level("INFO", "qat"):
+        assert ("dog/2.gif", 1) in listed(root) and len(listed(root)) == 5
+    said = {each.getMessage() for each in caplog.records}
+    kinds = "images end in .jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp .gif"
+    left = "2 .heic, 1 without a suffix, 1 .txt"
+    assert said == {f"data: '{root / 'train'}': files that are not read: {left}; {kinds}"}
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_a_photograph_is_turned_as_its_exif_says(suffix: str, tmp_path: Path) -> None:
+    """In training, `predict` and the transform of `qat.load` alike."""
+    exif, path = Image.Exif(), tmp_path / f"phone.{suffix}"
+    exif[ExifTags.Base.Orientation] = 6  # the camera was held upright
+    Image.fromarray(np.tile(np.arange(0, 256, 4, np.uint8), (32, 1))).convert("RGB").save(path, exif=exif, quality=95)
+    picture = ImageFiles(np.array([os.fsencode(path)]), torch.zeros(1, dtype=torch.int64)).picture(0)
+    assert picture.size == (32, 64) and picture.getpixel((16, 0))[0] < 16 < 240 < picture.getpixel((16, 63))[0]
+    with Image.open(path) as given:
+        assert as_rgb(given, "it").tobytes() == picture.tobytes() and given.size == (64, 32)

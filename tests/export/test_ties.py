@@ -87,7 +87,7 @@ def test_a_scale_of_five_percent_more_is_another_function(
     scale = model.get_submodule("input_quantizer").grid()[0].detach()
     x = torch.tensor([[-0.52, 3.0], [0.6, 2.0]]) * scale
     found = explained(model, lambda m: m.get_submodule("input_quantizer").scale.mul_(1.05), x, tmp_path / "m.onnx")
-    assert (found.differing, found.unexplained) == (1, 1)
+    assert (found.differing, found.unexplained) == (1, 2)  # of the other one the class is right, and the values are not
     assert found.layers[0].largest == 1 and found.layers[0].beyond_ties == 1  # by one level, but no tie
 
 

@@ -131,6 +131,28 @@ def test_moments_keep_their_digits(layout: torch.memory_format, outlier: float |
 
 
 @needs_kernels
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_squares_beyond_a_float_are_summed_in_double(layout: torch.memory_format) -> None:
+    """A BatchNorm that has seen little multiplies by 1e9 and more. torch's own overflows in float32: the reference is
+    its float64."""
+    drawn = draw(6, 20, 16, 16).to(memory_format=layout)
+    y, grad = drawn * 3e18, drawn.flip(0) * 1e21
+    running = torch.zeros(20), torch.ones(20)
+    mean, inverse = statistics(y, 1e-5, running, 0.1)
+    x, ones, zeros = (each.double().requires_grad_() for each in (y, torch.ones(20), torch.zeros(20)))
+    expected = zeros.detach().clone(), ones.detach().clone()
+    torch.nn.functional.batch_norm(x, *expected, ones, zeros, training=True).backward(grad.double())
+    assert all(torch.allclose(ours.double(), theirs, rtol=1e-5) for ours, theirs in zip(running, expected, strict=True))
+    grid = [torch.tensor(0.1), torch.tensor(0.0), torch.tensor(0.0)]
+    norm = [torch.ones(20), torch.zeros(20), mean, inverse]
+    found = norm_quantize_backward(grad, y, norm, [-math.inf, math.inf], grid, [-127, 127, 0, 1.0, 0], True, True)
+    for ours, theirs in zip(found, (x.grad, ones.grad, zeros.grad), strict=False):
+        assert theirs is not None and torch.allclose(
+            ours.double(), theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max())
+        )
+
+
+@needs_kernels
 @pytest.mark.parametrize("signed", [False, True])
 def test_the_range_of_least_squared_error_is_found_as_by_the_formula(signed: bool) -> None:
     spec = rule_specs.plain(bits=4, signed=signed, symmetric=False, init="mse")

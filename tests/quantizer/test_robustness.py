@@ -12,6 +12,8 @@ from tests.references import rule_specs as specs
 from tests.references.rule_specs import activation, every_quantizer, in_groups, tensor_of
 from tests.runs.rule_training import same_state, state_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:calibrate. the rule")  # tests/quantizer/test_lossy_rules.py
+
 NAN, INF = math.nan, math.inf
 
 # Broken parameters.

@@ -18,6 +18,8 @@ from tests.references import rule_specs as specs
 from tests.references.rule_specs import every_layer, every_model, fitted, tensor_of
 from tests.runs.rule_training import answer_loss, quantizers_of, state_of, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:calibrate. the rule")  # tests/quantizer/test_lossy_rules.py
+
 # Layers and models.
 
 

@@ -109,7 +109,7 @@ def is_idempotent(role: Role, spec: QuantSpec) -> bool:
     """All but DoReFa's weights, which pass through tanh again, and APoT's, which are normalised again."""
     if role == "weight" and spec.rule == "dorefa":
         return spec.bits == 1
-    return role == "activation" or spec.rule != "apot" or spec.options.get("normalize") is False
+    return role == "activation" or spec.rule != "apot" or not spec.options.get("normalize")
 
 
 @quantizers(is_idempotent)

@@ -37,7 +37,7 @@ def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_without_vnni_the_default_session_has_a_row_and_a_sentence(finish: Finish) -> None:
     found, printed, table = finish("no-vnni")
     default = found["default_session"]
-    assert set(default) == {"top1", "agreement", "max_logit_difference", "layers"}
+    assert set(default) == {"top1", "agreement", "close", "max_logit_difference", "layers"}
     assert found["agreement"] >= 0.995 and default["layers"]["compared"] == found["layers"]["compared"] > 0
     assert sum(line.startswith(DEFAULT_ROW) for line in printed.splitlines()) == 1
     (sentence,) = [line for line in printed.splitlines() if "default session adds" in line]

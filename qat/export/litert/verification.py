@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from qat.contexts import evaluating
-from qat.export.agreement import Verification, judge
+from qat.export.agreement import Follow, Verification, judge
+from qat.export.checks import check_finite
 from qat.export.litert.engines import TorchFile
 from qat.export.litert.file import HIGHEST
 from qat.export.litert.reading import ReadFile
-from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
+from qat.export.onnxruntime.verification import answers
+from qat.inputs import Batch, as_batches, check_model, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import Follower, LayerDifference
 from qat.integers.frozen import stored_offset
@@ -34,15 +36,10 @@ def verify_litert(
         ImportError: if the engine is not installed.
         ValueError, FileNotFoundError: as `verify_onnx`.
     """
-    check_model(verify_litert, model)
-    run = TorchFile(Path(path).read_bytes(), engine)
-    pairs = []
+    given, run = as_batches(verify_litert, model, batches), TorchFile(Path(path).read_bytes(), engine)
+    check_finite(model, "verify_litert")
     with evaluating(model), torch.no_grad():
-        for batch in as_batches(verify_litert, model, batches):
-            inputs, labels = inputs_and_labels("verify_litert", batch)
-            expected = [each.float().cpu() for each in pytree.tree_leaves(run_batch("verify_litert", model, inputs))]
-            pairs.append((expected, run(inputs), labels if isinstance(labels, Tensor) else None))
-    return judge(pairs)
+        return judge([answers("verify_litert", run, model, batch)[1] for batch in given])
 
 
 def compare_litert_layers(
@@ -57,17 +54,27 @@ def compare_litert_layers(
         inputs: one batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
     """
     check_model(compare_litert_layers, model)
+    return litert_following(path, model, engine)(inputs)[0]
+
+
+def litert_following(path: str | os.PathLike[str], model: torch.nn.Module, engine: str) -> Follow:
+    """A function from inputs to the differences of layers, and to outputs from the file's integers and its own."""
     copied, file = evaluation_copy(model, fold_quantizers=True), ReadFile(Path(path).read_bytes())
     calls = quantizer_calls(copied)
     paths = {name: path for path, names in calls.items() for name in names if name in file.names}
-    found = TorchFile(file.with_outputs([*paths]), engine, codes=True)(inputs)
-    integers = {}
-    for (name, quantizer_path), codes in zip(paths.items(), found, strict=True):
-        quantizer: Any = copied.get_submodule(quantizer_path)
-        # The follower takes integers as `stored_qparams` does; a file has the highest at 127.
-        shift = HIGHEST - quantizer.bounds()[1] - stored_offset(quantizer)
-        integers[name] = codes.int() - shift
-    follower = Follower(calls, integers, Path(path).name)
-    with follower.following(copied), torch.no_grad():
-        run_batch("compare_litert_layers", copied, inputs)
-    return follower.differences
+    answers = TorchFile(Path(path).read_bytes(), engine)
+    codes_of = TorchFile(file.with_outputs([*paths]), engine, codes=True)
+
+    def follow(inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
+        integers = {}
+        for (name, quantizer_path), codes in zip(paths.items(), codes_of(inputs), strict=True):
+            quantizer: Any = copied.get_submodule(quantizer_path)
+            # The follower takes integers as `stored_qparams` does; a file has the highest at 127.
+            shift = HIGHEST - quantizer.bounds()[1] - stored_offset(quantizer)
+            integers[name] = codes.int() - shift
+        follower = Follower(calls, integers, Path(path).name)
+        with follower.following(copied), torch.no_grad():
+            found = pytree.tree_leaves(run_batch("compare_litert_layers", copied, inputs))
+        return follower.differences, [(a.float(), b) for a, b in zip(found, answers(inputs), strict=True)]
+
+    return follow

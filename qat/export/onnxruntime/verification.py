@@ -5,7 +5,7 @@ import re
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import Pair, Verification, judge
+from qat.export.checks import check_finite
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
@@ -47,18 +48,19 @@ def verify_onnx(
         FileNotFoundError: if there is no such file.
     """
     given = as_batches(verify_onnx, model, batches)
-    session = open_session(path, exact=not default_session)
+    check_finite(model, "verify_onnx")
+    run = partial(run_session, open_session(path, exact=not default_session))
     with evaluating(model), torch.no_grad():
-        pairs = [answers("verify_onnx", session, model, batch)[1] for batch in given]
+        pairs = [answers("verify_onnx", run, model, batch)[1] for batch in given]
     operators = optimized_operators(path, exact=not default_session)
     return judge(pairs, sum(operators[name] for name in FLOAT_CONVOLUTIONS))
 
 
-def answers(caller: str, session: Any, model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
-    """The inputs of a batch; and the model's outputs, the session's, and the labels, if they are classes."""
+def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
+    """The inputs of a batch; and the model's outputs, those that `run` gives, and the labels, if they are classes."""
     inputs, labels = inputs_and_labels(caller, batch)
     expected = output_tensors(run_batch(caller, model, inputs))
-    return inputs, (expected, run_session(session, inputs), labels if isinstance(labels, Tensor) else None)
+    return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
 
 
 def compare_layers(

@@ -171,6 +171,21 @@ static double sums_of_images(const float *grad, const float *y, Extent s, Linear
   return all;
 }
 
+/* The products again, in double, where they are beyond a float. */
+static void products_of_large(const float *grad, const float *y, Extent s, Linear form, Grid g, Clip clip,
+                              double *products, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 c = 0; c < s.channels; c++) {
+    products[c] = 0;
+    for (i64 k = 0; k < s.outer * s.inner; k++) {
+      const i64 i = (k / s.inner * s.channels + c) * s.inner + k % s.inner;
+      float slope;
+      products[c] += masked(grad[i], fmaf(y[i], form.alpha[c], form.shift[c]), g, clip, &slope) *
+                     ((double)y[i] - form.mean[c]);
+    }
+  }
+}
+
 /* ---- backward, second pass: grad_y = alpha * (masked - offset - (y - mean) * factor) ---- */
 
 /* Where a gradient passes: floor < z < ceiling and lowest <= z <= highest, which `masked` decides by a division. */
@@ -244,6 +259,7 @@ void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Ex
   const Linear form = linear_form(norm, n, alpha, alpha + n);
   const double total =
       (innermost ? sums_innermost : sums_of_images)(grad, y, s, form, g, clip, sums, products, threads);
+  if (!all_finite(products, n)) products_of_large(grad, y, s, form, g, clip, products, threads);
   for (i64 c = 0; c < n; c++) {
     const double inverse = norm.inverse[c];
     grad_gamma[c] = (float)(products[c] * inverse);

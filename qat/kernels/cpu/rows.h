@@ -50,4 +50,10 @@ static inline void gathered(double *to, const double *row, Extent s, Joined j) {
   for (i64 i = 0; i < j.width; i++) to[i % s.channels] += row[i];
 }
 
+static inline int all_finite(const double *values, i64 n) {
+  int finite = 1;
+  for (i64 i = 0; i < n; i++) finite &= values[i] - values[i] == 0;
+  return finite;
+}
+
 #endif

@@ -65,6 +65,19 @@ static void moments_of_images(const float *y, Extent s, double *sums, double *sq
   }
 }
 
+/* The same in double, for squares that are beyond a float (values of 1e18 and more). */
+static void moments_of_large(const float *y, Extent s, double *sums, double *squares, const float *shift,
+                             int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 c = 0; c < s.channels; c++) {
+    sums[c] = squares[c] = 0;
+    for (i64 k = 0; k < s.outer * s.inner; k++) {
+      const double d = (double)y[(k / s.inner * s.channels + c) * s.inner + k % s.inner] - shift[c];
+      sums[c] += d, squares[c] += d * d;
+    }
+  }
+}
+
 #define FAR 64 /* squared distance from the mean, in variances */
 
 /* Moves every shift that is far from its channel's mean to the mean, and returns whether there was one: the variance
@@ -86,9 +99,10 @@ void statistics(const float *y, Extent s, double eps, float *mean, float *invers
   double *sums = malloc(2 * s.channels * sizeof(double)), *squares = sums + s.channels;
   const double count = (double)s.outer * s.inner;
   for (i64 c = 0; c < s.channels; c++) mean[c] = y[c * s.inner];
-  void (*const moments)(const float *, Extent, double *, double *, const float *, int) =
+  void (*moments)(const float *, Extent, double *, double *, const float *, int) =
       s.inner == 1 ? moments_innermost : moments_of_images;
   moments(y, s, sums, squares, mean, threads);
+  if (!all_finite(squares, s.channels)) (moments = moments_of_large)(y, s, sums, squares, mean, threads);
   if (moved(s.channels, count, sums, squares, mean)) moments(y, s, sums, squares, mean, threads);
   for (i64 c = 0; c < s.channels; c++) {
     const double offset = sums[c] / count, spread = squares[c] / count - offset * offset;

@@ -57,7 +57,8 @@ class E5M2Quantizer(FloatQuantizer):
 class MXQuantizer(FixedBits):
     """Base of the Microscaling formats (arXiv:2310.10537): the scale of a block follows its values; nothing to learn.
 
-    Blocks run along the input axis: axis 1 of weights and of images, the last of other activations.
+    Blocks run along the axis that the product sums over: axis 1 of weights, and the `summed_axis` of activations; where
+    no layer says it, axis 1 of images and the last of others.
     """
 
     exportable = False
@@ -79,7 +80,10 @@ class MXQuantizer(FixedBits):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`mx_quantize`."""
-        axis = 1 if self.role == "weight" or x.dim() > 3 else x.dim() - 1
+        axis = 1 if self.role == "weight" or x.dim() > 3 else -1
+        if self.summed_axis is not None:
+            axis = self.summed_axis
+        axis %= x.dim()
         size, length = self.options.block_size, x.shape[axis]
         short = -length % size if length > size else 0
         if short:  # the last block is filled up with zeros, which change no block's largest value

@@ -15,9 +15,10 @@ from qat.ranges import initial_range, scale_and_zero_point
 
 @dataclass(frozen=True)
 class APoTOptions:
-    """Options of `apot`: centre weights and divide them by their deviation before the rounding, as the paper does."""
+    """Options of `apot`: take a weight's mean away and divide by its deviation before the rounding, as the paper does,
+    to train behind it from the start: a trained model loses what its means carry."""
 
-    normalize: bool = True
+    normalize: bool = False
 
 
 @register_quantizer("apot")

@@ -6,6 +6,7 @@ Small sets are read into memory; for image folders, only the list of files is.
 import io
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
 from importlib import resources
@@ -171,8 +172,8 @@ _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
 
 SPLITS = ("train", "val")
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""Of images, as in torchvision's ImageFolder."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+"""Of images, as in torchvision's ImageFolder, and .gif, of which the first picture counts."""
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
@@ -200,16 +201,22 @@ def _class_folders(folder: Path) -> list[str]:
 
 def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
     """List a split's images by class, then by folder and name."""
-    found = [_images_below(folder / name) for name in classes]
+    files = [_files_below(folder / name) for name in classes]
+    found = [[path for path in paths if path.lower().endswith(EXTENSIONS)] for paths in files]
+    others = Counter(os.path.splitext(path)[1].lower() for paths in files for path in paths)
+    others = Counter({suffix: count for suffix, count in sorted(others.items()) if suffix not in EXTENSIONS})
     empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
     if empty:
         kinds = " ".join(EXTENSIONS)
         raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
+    if others:
+        left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(5))
+        logger.info("data: '%s': files that are not read: %s; images end in %s", folder, left, " ".join(EXTENSIONS))
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))
     return ImageFiles(np.array([os.fsencode(path) for paths in found for path in paths]), labels)
 
 
-def _images_below(folder: Path) -> list[str]:
+def _files_below(folder: Path) -> list[str]:
     def fail(error: OSError) -> None:
         raise error
 
@@ -219,5 +226,5 @@ def _images_below(folder: Path) -> list[str]:
         for link in (Path(place, name) for name in subfolders if os.path.islink(os.path.join(place, name))):
             if link.resolve() in (folder.resolve(), *folder.resolve().parents):
                 raise UserError(f"data.root: '{link}' is a link that leads back up to '{link.resolve()}'; remove it")
-        paths += [os.path.join(place, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
+        paths += [os.path.join(place, name) for name in files if name[0] != "."]
     return sorted(paths, key=os.path.split)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from qat.text import first_line
@@ -145,7 +145,7 @@ GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | T
 
 
 def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
-    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does: an orientation in EXIF is ignored."""
+    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does, but the way up that EXIF says."""
     try:
         with warnings.catch_warnings():
             # The pixels are readable despite broken EXIF data or a transparent palette.
@@ -161,10 +161,12 @@ def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
 
 
 def as_rgb(image: Image.Image, where: str) -> Image.Image:
-    """The image in 8-bit RGB."""
+    """The image in 8-bit RGB, and upright: a phone's photographs lie on their side but for a note in EXIF."""
     if image.mode.startswith(("I", "F")):
         raise UserError(f"{where} has pixels of mode '{image.mode}'; save it with 8 bits a channel")
-    return image.convert("RGB")
+    upright = image.convert("RGB")
+    ImageOps.exif_transpose(upright, in_place=True)
+    return upright
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.analysis.state import not_finite
 from qat.batch_norm import copied_statistics, freeze_batch_norm, sync_batch_norm
 from qat.collectives import largest, of_all_ranks, rank, rank_count
 from qat.finetuning import EMA, grouped
@@ -33,7 +34,7 @@ from qat.training.ranks.gradients import averaged
 from qat.training.ranks.group import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.exit_status import SignalledError, signals_deferred
-from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
+from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
 
 AUXILIARY_WEIGHT = 0.3
@@ -365,10 +366,20 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
                 advice.append(f"{'float' if run.name == 'float' else 'qat'}.clip_grad_norm=1")
             if run.config.amp != "none":
                 advice.append("amp=none")
-            raise UserError(f"{run.name}: the {split} loss is {loss} in {where}; try {' or '.join(advice)}")
+            said = ", and ".join(filter(None, (f"the {split} loss is {loss} in {where}", not_finite(run.model))))
+            raise UserError(f"{run.name}: {said}; try {' or '.join(advice)}{_way_on(run)}")
+
+
+def _way_on(run: StageRun) -> str:
+    """From which file of finite weights to go on, if there is one: a run resumes with the same lr alone."""
+    file = run.folder / (LAST_CHECKPOINT if run.name == "float" else FLOAT_WEIGHTS)
+    return f", from model.checkpoint={file} in another run_dir" if file.is_file() else ""
 
 
 def _save(run: StageRun, file: str, epochs: int, evaluation: Evaluation | None, **more: Any) -> None:
+    if bad := not_finite(run.model):  # the last file that was finite stays
+        rate = rate_key(run.config, run.name)
+        raise UserError(f"{run.name}: {bad} after epoch {epochs}; try a lower {rate}{_way_on(run)}")
     payload = {
         "stage": run.name,
         "epochs": epochs,

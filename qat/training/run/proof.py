@@ -21,7 +21,9 @@ from qat.export import (
     find_saturation,
     optimized_operators,
 )
+from qat.export.agreement import MIN_AGREEMENT
 from qat.export.onnxruntime.default_session import default_is_exact, needs_option
+from qat.export.ties import allowed_of
 from qat.quantizer.training import scales_at_minimum
 from qat.text import table
 from qat.training.config.schema import RunConfig
@@ -30,9 +32,6 @@ from qat.training.run.exit_status import is_memory_shortage
 from qat.training.run.files import replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.report import integers_results, onnx_results, session_results
-
-MIN_AGREEMENT = 0.995
-"""Share of predictions below which the proof fails: those that are equal, or differ because of near-ties alone."""
 
 STEADIER = "docs/run_folder.md says how to make it steadier (Exit status 1)"
 
@@ -59,11 +58,13 @@ class Proof:
     def problems(self) -> list[str]:
         """The reasons why the proof fails, as parts of one sentence; empty if it does not."""
         found = []
-        if not self.results["agreement"] >= MIN_AGREEMENT and not self._explained():
-            found.append(
-                f"only {100 * self.results['agreement']:.2f} % of its predictions are the torch model's, and near-ties"
-                f" of rounding do not explain the others ({self._largest_gap()})"
-            )
+        shares = {
+            "of its predictions are the torch model's": self.results["agreement"],
+            "of its answers have values that are the torch model's": self.results["close"],
+        }
+        few = [f"{100 * share:.2f} % {what}" for what, share in shares.items() if not share >= MIN_AGREEMENT]
+        if few and not (self.differences and self.differences.explained):
+            found.append(f"only {few[0]}, and near-ties of rounding do not explain the others ({self._largest_gap()})")
         wrong = [layer.name for layer in self.layers if layer.largest > 1]
         if wrong:
             count = "1 layer" if len(wrong) == 1 else f"{len(wrong)} layers"
@@ -84,7 +85,7 @@ class Proof:
     def warnings(self) -> list[str]:
         """What a run that passes has to say all the same."""
         differences = self.differences
-        if differences is None or self.problems():
+        if differences is None or self.results["agreement"] >= MIN_AGREEMENT or self.problems():
             return []
         most = max(differences.layers, key=lambda layer: layer.differing).name
         count, total = (sum(getattr(each, key) for each in differences.layers) for key in ("differing", "elements"))
@@ -94,10 +95,6 @@ class Proof:
             f" to the neighbour, and torch goes on from them to the same answers ({self._largest_gap()});"
             f" this model makes another class of a rounding, on any runtime: {STEADIER}"
         ]
-
-    def _explained(self) -> bool:
-        found = self.differences
-        return found is not None and found.unexplained <= _allowed(found.predictions)
 
     def _largest_gap(self) -> str:
         gap = self.results["max_logit_difference"]
@@ -135,7 +132,7 @@ class Proof:
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     """Compare the file of `export_onnx` with the model: predictions on all batches, integers on the first.
 
-    If too few predictions are equal, `qat.export.explain_differences` looks for the reason.
+    If too few predictions or values are right, `qat.export.explain_differences` looks for the reason.
     """
     try:
         needs_option()
@@ -147,8 +144,8 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     found = qat.verify_onnx(path, model, batches)
     results = onnx_results(found, layers, dict(optimized_operators(path)), path.stat().st_size, saturation)
     differences = None
-    if not found.agreement >= MIN_AGREEMENT:
-        differences = explain_differences(path, model, batches, enough=_allowed(found.samples) + 1)
+    if not found.is_right:
+        differences = explain_differences(path, model, batches, enough=allowed_of(found.samples) + 1)
         counts = {key: getattr(differences, key) for key in ("predictions", "differing", "unexplained")}
         results["differences"] = {**counts, "integers": integers_results(differences.layers)}
     if not default_is_exact():
@@ -158,11 +155,6 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
         )
     resting = frozenset(name for name, (count, learned) in scales_at_minimum(model).items() if count == learned)
     return Proof(results, layers, saturation, differences, resting)
-
-
-def _allowed(predictions: int) -> int:
-    """How many predictions may differ without an explanation."""
-    return int((1 - MIN_AGREEMENT) * predictions)
 
 
 def _answers(found: dict[str, Any]) -> str:

@@ -55,6 +55,7 @@ def session_results(verification: Verification, layers: list[LayerDifference]) -
     return {
         "top1": verification.onnx_top1,
         "agreement": verification.agreement,
+        "close": verification.close,
         "max_logit_difference": difference if math.isfinite(difference) else None,
         "layers": integers_results(layers),
     }

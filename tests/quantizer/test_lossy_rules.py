@@ -1,0 +1,37 @@
+"""Calibration warns of a rule that destroys what it quantizes, and of no other."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import qat
+from tests.references import rule_specs
+
+
+def calibrated(weight: dict[str, object], mean: float = 0.02) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(144, 32)
+    with torch.no_grad():
+        layer.weight.normal_(std=0.02).add_(torch.randn(32, 1) * mean)
+    model = qat.prepare(nn.Sequential(layer, nn.ReLU(), nn.Linear(32, 8)), qat.QuantRecipe(weight))
+    qat.calibrate(model, [torch.randn(64, 144)])
+
+
+@pytest.mark.parametrize("bits", [5, 8])
+def test_a_rule_that_takes_the_means_away_is_warned_of(bits: int) -> None:
+    said = r"^calibrate: the rule 'apot' keeps \d+ dB of the weight of '0', where . bits .*\{'normalize': True\}"
+    with pytest.warns(UserWarning, match=said):
+        calibrated({"rule": "apot", "bits": bits, "options": {"normalize": True}})
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.02])
+@pytest.mark.parametrize("name", rule_specs.WEIGHTS)
+def test_no_rule_is_warned_of_for_what_its_bits_cannot_hold(name: str, mean: float) -> None:
+    spec = rule_specs.WEIGHTS[name]
+    if spec.options.get("normalize") or spec.options.get("rescale") is False or not spec.symmetric:
+        pytest.skip("changes the weights on purpose, or has no kernels")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrated(spec, mean)
