@@ -215,6 +215,11 @@ def keep_signature(original: fx.Graph, graph: fx.Graph) -> None:
     graph.set_codegen(original._codegen)
 
 
+def argument_names(operator: Any) -> list[str]:
+    """The names of the arguments of an operator of ATen; none for anything else."""
+    return [each.name for each in operator._schema.arguments] if hasattr(operator, "_schema") else []
+
+
 class _InThisThread:
     """True for the thread that made it."""
 

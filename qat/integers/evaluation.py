@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 from torch import Tensor, fx, nn
 
-from qat.integers.movement import rests
+from qat.integers.movement import asks_for_shape, rests
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
@@ -30,6 +30,7 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
         if isinstance(part, fx.GraphModule):
             evaluation_only(part)
             _drop_resting(part)
+            _drop_sized(part)
             drop_unread(part.graph, part)
             _fold(part, fold_quantizers)
             part.recompile()
@@ -83,6 +84,18 @@ def _drop_resting(model: fx.GraphModule) -> None:
     for node in list(model.graph.nodes):
         if rests(submodule_of(model, node)) and len(node.all_input_nodes) == 1:
             node.replace_all_uses_with(node.all_input_nodes[0])
+            model.graph.erase_node(node)
+
+
+def _drop_sized(model: fx.GraphModule) -> None:
+    """Leave out quantizers of tensors of which only the size is read: a file would lack them."""
+    read: set[fx.Node] = set()
+    for node in reversed(model.graph.nodes):
+        values = any(user in read and not asks_for_shape(user) for user in node.users)
+        if values or node.op == "output" or written_by(node, model) is not None:
+            read.add(node)
+        elif isinstance(submodule_of(model, node), Quantizer):
+            node.replace_all_uses_with(node.args[0])
             model.graph.erase_node(node)
 
 

@@ -317,11 +317,16 @@ def test_complex_answers_are_checked(x: Tensor) -> None:
     assert distrusted(model) == [()]
 
 
+class Uncopied:
+    def __deepcopy__(self, memo: object) -> "Uncopied":
+        raise RuntimeError("no copies")
+
+
 def test_what_cannot_be_run_apart_is_said_once(x: Tensor, model: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Locked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lock = threading.Lock()
+            self.uncopied = Uncopied()
 
         def forward(self, x: Tensor) -> Tensor:
             return x * 1.0
@@ -331,7 +336,7 @@ def test_what_cannot_be_run_apart_is_said_once(x: Tensor, model: Any, caplog: py
         for _ in range(3):
             model(x).sum().backward()
     (line,) = [message for message in caplog.messages if "apart" in message]
-    assert line.startswith("trains operation by operation: no step of it can be run apart, TypeError: cannot pickle")
+    assert line.startswith("trains operation by operation: no step of it can be run apart, RuntimeError: no copies")
 
 
 def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(

@@ -27,6 +27,8 @@ def linear_and_act(draft: Draft, x: str) -> None:
 def row_norm(draft: Draft, x: str) -> None:
     """A norm over rows or sequences."""
     shape = draft.shape(x)
+    if shape[-1] == 1:
+        raise Unfit("a LayerNorm of one value is its bias, and its gradients are rounding errors")
     draft.call(draft.pick((f"nn.BatchNorm1d({shape[1]})", f"nn.LayerNorm({shape[-1]})")), x)
 
 

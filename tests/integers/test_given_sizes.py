@@ -24,6 +24,7 @@ FREE: dict[str, Between] = {
     "groups": lambda a, b: F.group_norm(b, b.shape[1] // 4),
     "slices of chunks": lambda a, b: torch.cat(b.chunk(2, 1)[::-1], 1),
     "slices of pieces": lambda a, b: torch.cat((*b.split([2, 6], 1)[1:], b[:, :2]), 1),
+    "only its size": lambda a, b: F.pad(a, (0, b.shape[3], 0, 0))[:, :, :: b.shape[2] // 8],
     "a crop": lambda a, b: a[:, :, : b.shape[2], : b.shape[3]] + b,
     "padding": lambda a, b: F.pad(b, (0, a.shape[3] - b.shape[3], 0, a.shape[2] - b.shape[2])) + a,
 }
@@ -72,7 +73,9 @@ def test_evaluation_without_gradients_is_that_with_them(name: str) -> None:
         torch.testing.assert_close(qat.convert(model, "reference")(x), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["a skip's size", "a ratio", "slices of chunks", "average", "maximum", "layer norm"])
+@pytest.mark.parametrize(
+    "name", ["a skip's size", "a ratio", "only its size", "slices of chunks", "average", "maximum", "layer norm"]
+)
 def test_the_file_answers_as_the_model(name: str, tmp_path: Path) -> None:
     model, x = prepared((FREE | FIXED)[name]), torch.randn(2, 3, 16, 16)
     qat.export_onnx(model, tmp_path / "model.onnx", x)

@@ -42,6 +42,7 @@ def train(weight_spec: QuantSpec, activation_spec: QuantSpec, rank: int) -> dict
 def work(rank: int) -> dict[str, Any]:
     """One of two processes, which trains all rules in turn; a failure is saved as its traceback."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "calibrate: the rule")  # that loses much of a weight
     found: dict[str, Any] = {}
     for name, (weight_spec, activation_spec) in specs.LAYERS.items():
         try:

@@ -141,8 +141,9 @@ class Writer:
         low, high = map(grid.code, values)
         if (x.grid.scale, x.grid.zero_point) == (grid.scale, grid.zero_point):
             return self.clipped(x, low, high, (x.grid.low, x.grid.high))
+        # x * 1, since XNNPACK's QUANTIZE keeps 8 bits of the ratio of the scales.
         made = self._new("quantize", self.file.shapes[x.tensor], grid)
-        self.file.operator("QUANTIZE", [x.tensor], [made])
+        self.file.operator("MUL", [x.tensor, self.coded(1.0, "a quantizer").tensor], [made])
         return self.clipped(Coded(made, x.axes, grid), low, high, (LOWEST, HIGHEST))
 
     def coded(self, x: Any, operation: str) -> Coded:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qat.contexts import warnings_ignored
 from qat.inputs import Inputs, as_arguments
-from qat.torch_internals import pytree
+from qat.torch_internals import argument_names, pytree
 
 
 def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
@@ -51,8 +51,7 @@ def _atan2(y: Any, x: Any) -> Any:
 def refuse_lost_options(program: Any) -> None:
     """Refuse options that torch.onnx drops, or that ONNX's operators have with another meaning."""
     for node in program.exported_program.graph.nodes:
-        names = [each.name for each in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
-        for name, value in (*zip(names, node.args, strict=False), *node.kwargs.items()):
+        for name, value in (*zip(argument_names(node.target), node.args, strict=False), *node.kwargs.items()):
             smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
             if value and (smooth or name == "divisor_override"):
                 module, _ = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
