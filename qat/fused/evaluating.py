@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, fx, nn
 
+from qat.analysis.state import not_finite
 from qat.fused.modules import LAYERS, is_changed, kind_of
 from qat.fused.verdict import is_wanted
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
@@ -191,6 +192,8 @@ def _has_hooks_of_qat(module: nn.Module) -> bool:
 
 def _refusal(model: PreparedGraph) -> str | None:
     """What may compute anything else than its program would; None if nothing does, "" if the caller knows."""
+    if broken := not_finite(model):  # integers would lose it
+        return broken
     tensors = [*model.parameters(), *model.buffers()]
     if any(x.is_inference() or not x.is_cpu or (x.is_floating_point() and x.dtype != torch.float32) for x in tensors):
         return "a tensor of it is not float32 on the CPU, or was made in inference mode"

@@ -30,8 +30,8 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
         if isinstance(part, fx.GraphModule):
             evaluation_only(part)
             _drop_resting(part)
-            _drop_sized(part)
             drop_unread(part.graph, part)
+            _drop_sized(part)
             _fold(part, fold_quantizers)
             part.recompile()
     return evaluated

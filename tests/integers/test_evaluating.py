@@ -261,6 +261,17 @@ def test_nan_in_gives_nan_out() -> None:
     assert torch.equal(found.isnan(), plainly(model, x).isnan())
 
 
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.running_var", "2.conv.weight_quantizer.scale"])
+def test_nan_in_a_parameter_is_seen_behind_a_program_that_agreed(name: str) -> None:
+    model, x = prepared()
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    with torch.no_grad():
+        model(x)
+        found.get(name, model[1].bias).view(-1)[0] = torch.nan
+        expected = plainly(model, x)
+        assert torch.equal(model(x).isnan(), expected.isnan()) and expected.isnan().any()
+
+
 def failing(*given: object) -> Tensor:
     raise RuntimeError("no memory\nfor this")
 
