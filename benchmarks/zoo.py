@@ -3,6 +3,7 @@
     python -m benchmarks.zoo                                  # all 109; those that are kept already are not repeated
     python -m benchmarks.zoo --only 'swin*' --again --jobs 2
     python -m benchmarks.zoo --library timm                   # or transformers; the library has to be installed
+    python -m benchmarks.zoo --again --without-export         # half the time; what files were like is kept, and said
     python -m benchmarks.document                             # docs/zoo.md's tables from what is kept
 
 One process and one line a model, in benchmarks/results/zoo.jsonl (zoo_timm.jsonl, zoo_transformers.jsonl), whatever
@@ -28,6 +29,8 @@ from qat.atomic_write import atomic_write
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")
 POLL_SECONDS = 0.2
+FILES = ("export", "runtime")
+"""The steps of a model's files."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,11 @@ class Bounds:
 class Child:
     """A process that measures one model, or another command that writes a row."""
 
-    def __init__(self, name: str, bounds: Bounds, folder: Path, command: list[str] | None = None) -> None:
+    def __init__(self, name: str, bounds: Bounds, folder: Path, command: list[str]) -> None:
         self.name = name
         self.bounds = bounds
         self.row_path = folder / f"{name.replace('/', '_')}.json"
         self.log = self.row_path.with_suffix(".log")
-        command = command or [sys.executable, "-m", "benchmarks.zoo_case", name]
         threads = str(bounds.threads)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -110,21 +112,28 @@ def resident_gib(process: int) -> float:
 
 
 def keep(row: dict[str, Any], results: Path) -> None:
-    """Put the row among the kept ones, in the place of an older one of this model."""
-    rows = {old["name"]: old for old in kept(results)} | {row["name"]: row}
+    """Put the row among the kept ones, in the place of an older one, whose files it keeps if it has none itself."""
+    rows = {old["name"]: old for old in kept(results)}
+    steps, before = row.get("steps", {}), rows.get(row["name"], {})
+    files = {step: facts for step, facts in before.get("steps", {}).items() if step in FILES}
+    if "copy" in steps and "export" not in steps and files:
+        row = row | {"steps": steps | files, "files_of": before.get("files_of", before.get("commit", "before"))}
+    rows[row["name"]] = row
     results.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(results) as temporary:
         temporary.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
 
 
-def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path) -> None:
+def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path, exports: bool = True) -> None:
     """Measure the models, `jobs` at a time, and keep every row as soon as it is there."""
     waiting, children = list(names), list[Child]()
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or children:
                 while waiting and len(children) < jobs:
-                    children.append(Child(waiting.pop(0), bounds, Path(folder)))
+                    name = waiting.pop(0)
+                    command = [sys.executable, "-m", "benchmarks.zoo_case", name]
+                    children.append(Child(name, bounds, Path(folder), command + ["--without-export"] * (not exports)))
                 for child in [child for child in children if not child.running()]:
                     children.remove(child)
                     row = child.row()
@@ -155,6 +164,7 @@ def main() -> None:
     parser.add_argument("--library", choices=["torchvision", *NAMES], default="torchvision")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names, as in a shell")
     parser.add_argument("--again", action="store_true", help="measure those that are kept already too")
+    parser.add_argument("--without-export", action="store_true", help="keep what the files of a model were like")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each")
     parser.add_argument("--seconds", type=float, default=1800, help="bound on the time of one model")
@@ -164,7 +174,8 @@ def main() -> None:
     results = given.results or results_of(given.library)
     done = set() if given.again else {row["name"] for row in kept(results)}
     names = [name for name in chosen(given.only, given.library) if name not in done]
-    measure_all(names, Bounds(given.seconds, given.gib, given.threads), given.jobs, results)
+    bounds = Bounds(given.seconds, given.gib, given.threads)
+    measure_all(names, bounds, given.jobs, results, not given.without_export)
 
 
 if __name__ == "__main__":

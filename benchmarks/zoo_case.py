@@ -92,8 +92,8 @@ class Row:
             temporary.write_text(json.dumps(self.facts))
 
 
-def measure(name: str, path: Path) -> dict[str, Any]:
-    """All steps for one model; returns the row."""
+def measure(name: str, path: Path, exports: bool = True) -> dict[str, Any]:
+    """All steps for one model, those of its files if wanted; returns the row."""
     row = Row(name, path)
     with row.step("build"):
         case = build(name)
@@ -109,11 +109,11 @@ def measure(name: str, path: Path) -> dict[str, Any]:
         return row.facts
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model, Path(folder) / "fresh.pt")
-        _measure(row, case, model, names, Path(folder))
+        _measure(row, case, model, names, Path(folder), exports)
     return row.facts
 
 
-def _measure(row: Row, case: Case, model: nn.Module, names: list[str], folder: Path) -> None:
+def _measure(row: Row, case: Case, model: nn.Module, names: list[str], folder: Path, exports: bool) -> None:
     """The steps of a prepared model, which lies in the folder as it is, not calibrated."""
     with row.step("work") as facts:
         facts |= work_facts(model, case.inputs)
@@ -131,6 +131,8 @@ def _measure(row: Row, case: Case, model: nn.Module, names: list[str], folder: P
         facts |= evaluation(model, case.inputs)
     with row.step("copy") as facts:
         facts |= copies(model, case.inputs, folder / "fresh.pt")
+    if not exports:
+        return
     files: list[tuple[Part, Path]] = []
     with row.step("export") as facts:
         export(model, case.inputs, folder, files, facts)
@@ -264,10 +266,11 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--row", type=Path, required=True)
+    parser.add_argument("--without-export", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
-    measure(given.name, given.row)
+    measure(given.name, given.row, not given.without_export)
 
 
 if __name__ == "__main__":

@@ -153,9 +153,10 @@ def _conditions(rows: list[dict[str, Any]]) -> str:
     versions = sorted({", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in known})
     threads = sorted({row["machine"]["threads"] for row in known})
     seconds = sum(row["seconds"] for row in rows)
+    older = sum("files_of" in row for row in rows)
     dates, commits = ([*dict.fromkeys(row[key] for row in known if key in row)] for key in ("date", "commit"))
     return (
         f"\n{'; '.join(versions)}; {' or '.join(map(str, threads))} thread{'s' * (threads != [1])} a model,"
         f" {seconds / 60:.0f} minutes in all, at most {max(row.get('peak_gib', 0.0) for row in known):.1f} GiB;"
-        f" {', '.join(dates)} at {', '.join(commits)}.\n"
+        f" {', '.join(dates)} at {', '.join(commits)}; the files of {older} as at an earlier commit.\n"
     )
