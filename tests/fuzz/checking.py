@@ -223,12 +223,14 @@ def _outputs(results: Results) -> Results:
 
 
 def _against(runtime: str, compare: Callable[[], str | None]) -> None:
-    """Raise Failure if a runtime differs, and ValueError for what LiteRT does not take."""
+    """Raise Failure if a runtime differs, Refused for what torch.onnx does not write, ValueError for LiteRT."""
     try:
         difference = compare()
     except Exception as error:
         if runtime == "LiteRT" and isinstance(error, ValueError):
             raise
+        if "torch.onnx cannot export" in str(error):
+            raise Refused("export", _first_line(error)) from error
         raise Failure(f"{runtime} raises", _first_line(error)) from error
     if difference is not None:
         raise Failure(f"{runtime} differs", difference)
