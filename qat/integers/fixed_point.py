@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -112,8 +111,7 @@ def moving_table(source: Numbers, to: Numbers, clips: Sequence[tuple[float, floa
     zero, codes = int(source.grid.zero), torch.arange(256)
     for clip in clips:
         codes = Onto(source, clip)(codes - zero).long()
-    one = float(np.float32(1.0 / HIGHEST))  # the files multiply by 127 of these
-    return Onto(to)(Rescaling([source.grid.step * one / to.grid.step]).of((codes - zero) * HIGHEST))
+    return Onto(to)(Rescaling([source.grid.step / to.grid.step]).of(codes - zero))
 
 
 class FixedProduct(Product):

@@ -143,7 +143,8 @@ class Writer:
             return self.clipped(x, low, high, (x.grid.low, x.grid.high))
         # x * 1, since XNNPACK's QUANTIZE keeps 8 bits of the ratio of the scales.
         made = self._new("quantize", self.file.shapes[x.tensor], grid)
-        self.file.operator("MUL", [x.tensor, self.coded(1.0, "a quantizer").tensor], [made])
+        one = self._constant("one", np.array([1], np.int8), Grid(1.0, 0, LOWEST, HIGHEST))
+        self.file.operator("MUL", [x.tensor, one.tensor], [made])
         return self.clipped(Coded(made, x.axes, grid), low, high, (LOWEST, HIGHEST))
 
     def coded(self, x: Any, operation: str) -> Coded:
