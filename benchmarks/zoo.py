@@ -111,7 +111,7 @@ def resident_gib(process: int) -> float:
         return 0.0
 
 
-def keep(row: dict[str, Any], results: Path) -> None:
+def keep(row: dict[str, Any], results: Path) -> dict[str, Any]:
     """Put the row among the kept ones, in the place of an older one, whose files it keeps if it has none itself."""
     rows = {old["name"]: old for old in kept(results)}
     steps, before = row.get("steps", {}), rows.get(row["name"], {})
@@ -122,6 +122,7 @@ def keep(row: dict[str, Any], results: Path) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(results) as temporary:
         temporary.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
+    return row
 
 
 def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path, exports: bool = True) -> None:
@@ -137,7 +138,7 @@ def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path, expo
                 for child in [child for child in children if not child.running()]:
                     children.remove(child)
                     row = child.row()
-                    keep(row, results)
+                    row = keep(row, results)
                     print(f"{row['name']}: {verdict(row)} ({row['seconds']:.0f} s)", flush=True)
                 time.sleep(POLL_SECONDS)
         finally:
