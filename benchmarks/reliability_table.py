@@ -20,8 +20,8 @@ def fuzz_table() -> str:
     counts = kept["counts"]
     rows = [f"| {verdict} | {counts[verdict]:,} | {meaning} |" for verdict, meaning in VERDICTS.items()]
     about = (
-        f"{kept['cases']:,} programs, of which {counts['exported']:,} were also exported, {counts.get('litert', 0):,} of them"
-        f" ran in LiteRT too, and {counts['compiled']:,} were compiled; {kept['processor']}, torch {kept['torch']},"
+        f"{kept['cases']:,} programs, of which {counts['exported']:,} were also exported,"
+        f" {counts.get('litert', 0):,} of them ran in LiteRT too, and {counts['compiled']:,} were compiled; {kept['processor']}, torch {kept['torch']},"
         f" onnxruntime {kept['onnxruntime']}."
     )
     return "\n".join([about, "", "| verdict | programs | meaning |", "|---|---:|---|", *rows]) + "\n"
