@@ -21,8 +21,8 @@ def fuzz_table() -> str:
     rows = [f"| {verdict} | {counts[verdict]:,} | {meaning} |" for verdict, meaning in VERDICTS.items()]
     about = (
         f"{kept['cases']:,} programs, of which {counts['exported']:,} were also exported,"
-        f" {counts.get('litert', 0):,} of them ran in LiteRT too, and {counts['compiled']:,} were compiled; {kept['processor']}, torch {kept['torch']},"
-        f" onnxruntime {kept['onnxruntime']}."
+        f" {counts.get('litert', 0):,} of them ran in LiteRT too, and {counts['compiled']:,} were compiled;"
+        f" {kept['processor']}, torch {kept['torch']}, onnxruntime {kept['onnxruntime']}."
     )
     return "\n".join([about, "", "| verdict | programs | meaning |", "|---|---:|---|", *rows]) + "\n"
 
