@@ -39,7 +39,7 @@ def _drawn(seed: int, rng: random.Random) -> Program:
     if draft.values["v0"].dtype == torch.long:
         draft.attempt(rows.embed, "v0")
     if other:
-        draft.write(("{x} + other", "other - {x}", "torch.cat([{x}, other], 1)", "{x} - 2 * other"), x="v0")
+        draft.attempt(_with_other, "v0")
     wanted = rng.choice((1, 2, 2, 3, 3, 4, 5, 6, 8))
     made = tried = 0
     while made < wanted and tried < 40:
@@ -51,6 +51,10 @@ def _drawn(seed: int, rng: random.Random) -> Program:
         result = f"{result}, {rng.choice(list(draft.values))}"
     drawn = replace(program, modules=draft.modules, lines=tuple(draft.lines), result=result)
     return surrounded(drawn, rng)
+
+
+def _with_other(draft: Draft, x: str) -> None:
+    draft.write(("{x} + other", "other - {x}", "torch.cat([{x}, other], 1)", "{x} - 2 * other"), x=x)
 
 
 def _input(rng: random.Random) -> str:
