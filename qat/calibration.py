@@ -112,7 +112,7 @@ def calibrate(
         _set_ranges(_not_frozen(model, quantizers), observers)
         _take(model, given, [step for step in steps if not step.before_ranges])
     with evaluating(model):
-        warn_of_losses([(name, module) for name, module in open_weights if module not in functions])
+        warn_of_losses([(n, m) for n, m in open_weights if m not in functions and not m.weight_quantizer.is_frozen])
     with this_rank_alone():  # the others may have no batches
         check_own_twins(model, calls)
         check_parts(model, calls)

@@ -162,8 +162,6 @@ def warn_of_losses(layers: list[tuple[str, QuantLayer]]) -> None:
     """Warn of a rule that loses far more of a weight than its bits do on an even grid."""
     lost = []
     for name, layer in layers:
-        if layer.weight_quantizer.is_frozen:  # at the user's word
-            continue
         quantizer, weight = layer.weight_quantizer, layer.channels_first(whole(layer.weight)).float()
         spec, rows = quantizer.spec, weight.reshape(1, -1) if quantizer.shape == () else weight.flatten(1)
         low, high = rows.aminmax(dim=1, keepdim=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional.tensors import require_floating
+from qat.integers.grids import holds_bound
 from qat.integers.modules import Quantize
 from qat.integers.products import Product
 from qat.kernels.cpu.quantizers import NO_CLIP
@@ -107,11 +108,14 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def moving_table(source: Numbers, to: Numbers, clips: Sequence[tuple[float, float]] = ()) -> Tensor:
-    """The codes on another grid of all 256 codes, which are first bounded on their own."""
-    zero, codes = int(source.grid.zero), torch.arange(256)
+    """The codes on another grid of all 256 codes, bounded on their own where it holds the bounds, else on the other."""
+    zero, codes, (low, high) = int(source.grid.zero), torch.arange(256), NO_CLIP
     for clip in clips:
-        codes = Onto(source, clip)(codes - zero).long()
-    return Onto(to)(Rescaling([source.grid.step / to.grid.step]).of(codes - zero))
+        if all(holds_bound(bound, *source.grid) for bound in clip):
+            codes = Onto(source, clip)(codes - zero).long()
+        else:
+            low, high = max(low, clip[0]), min(high, clip[1])
+    return Onto(to, (low, high))(Rescaling([source.grid.step / to.grid.step]).of(codes - zero))
 
 
 class FixedProduct(Product):

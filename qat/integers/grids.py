@@ -46,6 +46,12 @@ def rounds_half_to_even(quantizer: Quantizer) -> bool:
     return torch.equal(quantizer.codes(x), torch.clamp(torch.round(x / scale) + zero_point, low, high))
 
 
+def holds_bound(bound: float, step: float, zero: float, low: float, high: float) -> bool:
+    """Whether a bound of values lies on a level of a grid, or beyond all of them."""
+    level = bound / step + zero
+    return not low < level < high or abs(level - round(level)) < 1e-4
+
+
 def all_values(source: Numbers) -> Tensor:
     """The 256 values of a grid, those outside its bounds included."""
     return kernels.dequantize(torch.arange(256, dtype=torch.uint8), source)

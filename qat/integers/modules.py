@@ -22,10 +22,7 @@ class NotANumberError(ValueError):
 
 
 class Quantize(nn.Module):
-    """clamp(round(x / step) + zero, low, high); raises NotANumberError, and TypeError for what is not floating.
-
-    `name`: of the quantizer.
-    """
+    """clamp(round(x / step) + zero, low, high); raises NotANumberError, and TypeError for what is not floating."""
 
     def __init__(self, to: Numbers, name: str = "") -> None:
         super().__init__()

@@ -127,13 +127,13 @@ class Product(nn.Module):
             if codes.numel() <= most or geometry.misses(codes.shape, weight.shape):
                 return in_float()(codes)
             sums = packed.sums(_nearest(codes) if geometry.stride else codes)
-            if not self.sums.proven and not torch.compiler.is_compiling():
-                self.sums.proven = torch.equal(sums[:1], self._in_float()(codes[:1]))
-                if not self.sums.proven:
-                    log.warning("oneDNN sums up a product of %s wrongly; it runs in float", tuple(weight.shape))
-                    self.sums.run = in_float()
-                    return self.sums.run(codes)
-            return sums
+            if self.sums.proven or torch.compiler.is_compiling():
+                return sums
+            self.sums.proven = torch.equal(sums[:1], self._in_float()(codes[:1]))
+            if not self.sums.proven:
+                log.warning("oneDNN sums up a product of %s wrongly; it runs in float", tuple(weight.shape))
+                self.sums.run = in_float()
+            return sums if self.sums.proven else in_float()(codes)
 
         return run
 

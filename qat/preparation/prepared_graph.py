@@ -70,14 +70,6 @@ def keep_class(original: nn.Module, module: nn.Module) -> None:
         module.__class__ = kind
 
 
-def _can_be_copied(value: Any) -> bool:
-    try:
-        copy.deepcopy(value)
-    except TypeError:
-        return False
-    return True
-
-
 class PreparedGraph(Block, fx.GraphModule):
     """A traced model, or a traced part of one, whose layers and weights are quantized.
 
@@ -177,7 +169,9 @@ class PreparedGraph(Block, fx.GraphModule):
             memo.clear()
             memo.update(known)
             for value in [value for each in self.modules() for value in plain_attributes(each).values()]:
-                if not _can_be_copied(value):
+                try:
+                    copy.deepcopy(value)
+                except TypeError:
                     memo[id(value)] = value
             twin = super().__deepcopy__(memo)
         type(twin).__name__ = type(self).__name__  # the name that it prints

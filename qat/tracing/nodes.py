@@ -45,8 +45,6 @@ Written = list[tuple[Any, ...]]
 class Reference(str):
     """The name of a node in the arguments of another."""
 
-    __slots__ = ()
-
 
 def written(graph: fx.Graph) -> Written:
     """The nodes of a graph, which `read` makes again without running anything."""

@@ -5,7 +5,7 @@ Every handler takes the writer, the shape of the result in torch, and the argume
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
 from qat.export.litert.products import VALID, pad, padded, pair
 from qat.export.litert.values import ANY, PREPARE_FOR_IT, Coded, Pending, Shape, UnwritableError, Writer
+from qat.integers.grids import holds_bound
 
 Handler = Callable[..., Any]
 
@@ -105,8 +106,16 @@ def clamp(writer: Writer, shape: Shape, x: Any, low: float | None = None, high: 
     bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
     if isinstance(x, Pending):
         return Pending(x.emit, x.operation, max(x.low, bounds[0]), min(x.high, bounds[1]))
-    x = writer.coded(x, "a clamp")
-    return writer.requantized(x, x.grid, bounds)
+    x = coded = writer.coded(x, "a clamp")
+    if all(holds_bound(bound, *astuple(x.grid)) for bound in bounds):
+        return writer.requantized(x, x.grid, bounds)
+
+    def emit(grid: Grid, low: float, high: float) -> Coded:
+        if grid is FLOAT:
+            raise UnwritableError(f"its bounds lie between the levels of its input; {PREPARE_FOR_IT}")
+        return writer.requantized(coded, grid, (low, high))
+
+    return Pending(emit, "a clamp", *bounds)  # a bound between two levels is one of the next grid's
 
 
 def mean(writer: Writer, shape: Shape, x: Any, axes: Sequence[int] | None = None, *_: Any, **__: Any) -> Pending:

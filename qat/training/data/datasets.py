@@ -203,13 +203,12 @@ def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
     """List a split's images by class, then by folder and name."""
     files = [_files_below(folder / name) for name in classes]
     found = [[path for path in paths if path.lower().endswith(EXTENSIONS)] for paths in files]
-    others = Counter(os.path.splitext(path)[1].lower() for paths in files for path in paths)
-    others = Counter({suffix: count for suffix, count in sorted(others.items()) if suffix not in EXTENSIONS})
+    suffixes = sorted(os.path.splitext(path)[1].lower() for paths in files for path in paths)
     empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
     if empty:
         kinds = " ".join(EXTENSIONS)
         raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
-    if others:
+    if others := Counter(suffix for suffix in suffixes if suffix not in EXTENSIONS):
         left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(5))
         logger.info("data: '%s': files that are not read: %s; images end in %s", folder, left, " ".join(EXTENSIONS))
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qat
+from tests.fuzz.own import OwnConv2d
 from tests.integers.test_evaluating import CASES, plainly, prepared, program_of
 
 MODES = ("reflect", "circular", "replicate")
@@ -95,23 +96,10 @@ class Pair(nn.Module):
         return y
 
 
-class Flipped(nn.Conv2d):
-    """A float layer of one's own, with a twin that computes something else than its base."""
-
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(x.flip(1), weight, bias)
-
-
-@qat.layers.register_twin(Flipped)
-class QuantFlipped(qat.QuantConv2d):
-    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super().operate(x.flip(1), weight, bias)
-
-
 @pytest.mark.parametrize("execution", ["onednn", "reference"])
 def test_a_twin_of_ones_own_computes_as_it_says(execution: Any) -> None:
     x = torch.randn(4, 3, 8, 8)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), Flipped(16, 8, 3))
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), OwnConv2d(16, 8, 3))
     model = qat.prepare(net.eval(), example_inputs=x)
     qat.calibrate(model, [x])
     assert torch.equal(qat.convert(model, execution)(x), plainly(model.eval(), x))

@@ -17,7 +17,8 @@ from qat.kernels import plain_formulas
 
 pytest.importorskip("ai_edge_litert")
 pytest.importorskip("tflite_micro")
-from qat.export.litert.engines import TorchFile
+from qat.export import compare_litert_layers
+from qat.export.litert.engines import ENGINES, TorchFile
 from qat.export.litert.file import HIGHEST
 from qat.export.litert.reading import ReadFile
 from tests.export.litert.test_litert import NETS, Lambda, prepared
@@ -39,6 +40,7 @@ OTHERS = {
     ),
     "one operand twice": Lambda(lambda a, b: F.relu(a + a) + b * b),
     "a clip of codes": Lambda(lambda a, b: F.relu6(b) + a * b),
+    "a bound between two levels": Lambda(lambda a, b: F.hardtanh(b) + a * b),
 }
 
 
@@ -76,6 +78,28 @@ def test_every_integer_is_that_of_the_micro_kernels(name: str, tmp_path: Path) -
         nn.init.normal_(parameter, std=0.5)
     model = prepared(net, torch.randn(4, 4, 9, 9))
     check(model, 1.5 * torch.randn(6, 4, 9, 9), tmp_path / "model.tflite")
+
+
+class Clipped(nn.Module):
+    """A clip in place, which is no part of the layer before it: both have a grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.hardtanh_(self.norm(self.conv(x)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bound_between_two_levels_is_one_of_the_next_grid(engine: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for size in (10, 20, 40, 80):  # on some of these grids the bound would be rounded down, and show
+        x = size * torch.randn(4, 4, 9, 9)
+        model = prepared(Clipped().eval(), x)
+        qat.export_litert(model, tmp_path / "model.tflite", x)
+        layers = compare_litert_layers(tmp_path / "model.tflite", model, x, engine=engine)
+        assert max(each.largest for each in layers) <= 1, layers
 
 
 @pytest.mark.parametrize(("weight", "activation"), [(8, 6), (4, 4), (2, 3)])
