@@ -13,7 +13,7 @@ from torch import nn
 
 from qat.analysis.statistics import warn_of_losses
 from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone
-from qat.contexts import evaluating, first_calls
+from qat.contexts import evaluating, first_calls, in_full_precision
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import check_own_twins, check_parts, traced_parts
@@ -35,6 +35,7 @@ class Step(Protocol):
         quantizers off: a copy from before the steps behind the ranges. Return what was done, in a sentence."""
 
 
+@in_full_precision
 def calibrate(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -1,10 +1,11 @@
 """States for a while: a model in evaluation mode, calls that are recorded, warnings that are not for the user."""
 
+import functools
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """A function without the autocast and inference mode around it: they change ranges, files and parameters."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(False))
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    modes.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

@@ -129,20 +129,23 @@ def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
 
 
 def run_batch(caller: str, model: nn.Module, inputs: Any) -> Any:
-    """The model's output for a batch's inputs, moved to its device; its own error only for a tensor of floats."""
+    """The model's output for a batch's inputs, moved to its device; with floats alone its own RuntimeError."""
     try:
         return call_model(model, inputs)
     except Exception as error:  # of the user's own code
-        if isinstance(inputs, Tensor) and inputs.is_floating_point():
+        alone = isinstance(inputs, Tensor) and inputs.is_floating_point()
+        if alone and isinstance(error, RuntimeError):
             raise
-        raise does_not_run(caller, model, f"a batch of {described(inputs)}", error) from error
+        form = "((x, y), labels) is a batch of two inputs, ([x, y], labels) of one that is a list" * alone
+        raise does_not_run(caller, model, f"a batch of {described(inputs)}", error, form) from error
 
 
-def does_not_run(caller: str, model: nn.Module, given: str, error: Exception) -> ValueError:
+def does_not_run(caller: str, model: nn.Module, given: str, error: Exception, cure: str = "") -> ValueError:
     """The error of a model that does not run with what it was given."""
     arguments = ", ".join(inspect.signature(model.forward).parameters)
     return ValueError(
         f"{caller}: {type(model).__name__}.forward({arguments}) does not run with {given}: {first_line(error)}"
+        f"{cure and f'; {cure}'}"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qat.analysis.table import summary
-from qat.contexts import evaluating
+from qat.contexts import evaluating, in_full_precision
 from qat.inputs import Examples, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, is_composite
@@ -44,6 +44,7 @@ def prepare(
 ) -> str: ...
 
 
+@in_full_precision
 def prepare(
     model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Inputs | None = None, *, dry_run: bool = False
 ) -> nn.Module | str:

@@ -137,15 +137,15 @@ def graphs_of(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
 
 def _inputs(model: nn.Module) -> dict[str, str]:
     """For every layer called in a graph: the quantizer of its input, and the BatchNorm that it folds."""
-    found: dict[str, str] = {}
+    found: dict[str, dict[str, None]] = {}  # a layer that is called several times may read and fold several
     for prefix, graph_module in graphs_of(model):
         for node in graph_module.graph.nodes:
             if isinstance(submodule_of(graph_module, node), QuantLayer):
                 quantizer, norm = (node.kwargs.get(key) for key in ("input_quantizer", "norm"))
                 text = f"input: {prefix}{quantizer.target}" if isinstance(quantizer, fx.Node) else "input: indices"
                 folds = f", folds {prefix}{norm.target}" if isinstance(norm, fx.Node) else ""
-                found[f"{prefix}{node.target}"] = f"{text}{folds}"
-    return found
+                found.setdefault(f"{prefix}{node.target}", {})[f"{text}{folds}"] = None
+    return {name: "; ".join(said) for name, said in found.items()}
 
 
 def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:

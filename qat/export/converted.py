@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, fx, nn
 
+from qat.contexts import in_full_precision
 from qat.export.checks import check_exportable, warn_of_hooks
 from qat.functional.tensors import require_floating
 from qat.inputs import expect_model
@@ -48,6 +49,7 @@ class IntegerModel(nn.Module):
                 return self.graph_module(*args, **kwargs)
 
 
+@in_full_precision
 def convert(model: nn.Module, execution: Execution = "onednn", requantize: Requantization = "float32") -> IntegerModel:
     """A plain module that computes what the model's evaluation does, from integers alone.
 

@@ -7,12 +7,20 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from qat.contexts import in_full_precision
 from qat.export.checks import check_exportable, check_new_file, warn_of_float_results, warn_of_hooks, why_not_exported
 from qat.export.onnx.containers import pack_weights
-from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
+from qat.export.onnx.names import (
+    name_outputs,
+    name_quantizers,
+    name_weights,
+    own_initializers,
+    rename_inputs_outputs,
+    strip_traces,
+)
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
-from qat.export.onnx.program import export_program, fix_sizes, refuse_lost_options
+from qat.export.onnx.program import export_program, fix_sizes, names_of_outputs, refuse_lost_options
 from qat.export.onnx.qonnx import to_qonnx
 from qat.export.onnx.qoperator import to_qoperator
 from qat.export.onnx.saving import as_json, save
@@ -28,6 +36,7 @@ from qat.preparation.report import PROFILE
 Format = Literal["qdq", "qoperator", "qonnx"]
 
 
+@in_full_precision
 def export_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -74,7 +83,8 @@ def export_onnx(
         normalization: (mean, std) of red, green and blue, of pixels in [0, 1]: the file then takes `pixels`, uint8
             images (N, H, W, 3), and computes (pixel/255 - mean) / std itself, to the bit as `train.py` does.
             `example_inputs` stay what the model takes.
-        input_names, output_names: of the file, in their order; None: torch's names of arguments and results.
+        input_names, output_names: of the file, in their order; None: those of forward's arguments, and the keys,
+            fields and indices of its result ("logits", "out.0"), "output" for a single tensor.
 
     Raises:
         TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
@@ -133,4 +143,5 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     name_weights(proto)
     own_initializers(proto)
     fix_sizes(program, proto)
+    name_outputs(proto, names_of_outputs(program))
     return proto

@@ -30,6 +30,7 @@ from qat.kernels.cpu.addresses import places_of
 from qat.kernels.cpu.processor import asked_for
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.replacements import is_watched, module_names, scalar_attributes
+from qat.text import first_line
 from qat.torch_internals import buffers_of, children_of, hooks_of, parameters_of, pytree, versions_of
 
 log = logging.getLogger("qat")
@@ -71,38 +72,58 @@ class State:
 
 class Evaluator:
     """The program of a model in one state; `program` is None where the model evaluates as it is, for a `reason`, which
-    is "" where qat looks inside, or who calls left a module in training mode."""
+    is "" where qat looks inside, or who calls left a module in training mode.
 
-    def __init__(self, model: PreparedGraph, agreed: dict[str, bool], args: Args, kwargs: Kwargs) -> None:
-        self.state, self.program = State(model), None
+    `agreed`: whether programs compute what the model does, by their code; `failures` in a row are counted by who calls.
+    """
+
+    def __init__(self, model: PreparedGraph, agreed: dict[str, bool], reason: str | None = None) -> None:
+        self.state, self.program, self.failures = State(model), None, 0
+        self._agreed = agreed
         with torch.inference_mode(False), torch.no_grad():
-            self.reason = _refusal(model)
+            self.reason = _refusal(model) if reason is None else reason
             if self.reason is not None:
                 return
-            evaluated = cast("fx.GraphModule", evaluation_copy(model))
-            program = integer_program(evaluated)
+            try:
+                evaluated = cast("fx.GraphModule", evaluation_copy(model))
+                program = integer_program(evaluated)
+            except (ValueError, RuntimeError) as error:
+                self.reason = first_line(error)
+                return
             if program is None or _in_float(program, evaluated):
                 self.reason = "no layer, or not every quantizer, has integers of one byte outside of layers"
                 return
-            key, fast = f"{program.code}{evaluated.code}", merged(program)
-            if key not in agreed:
-                cause = "computed something else"
+            self._key, self.program = f"{program.code}{evaluated.code}", merged(program)
+            self._proof = None if self._key in agreed else (program, evaluated)
+
+    def answers(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether the program computes what the model does, which the first inputs that it sees have to show."""
+        assert self.program is not None
+        if self._proof is not None:
+            program, evaluated = self._proof
+            cause = "computed something else"
+            with torch.inference_mode(False), torch.no_grad():
                 try:
-                    agreed[key] = not is_wanted() or agrees(program, fast, evaluated, *_sample(evaluated, args, kwargs))
+                    same = not is_wanted() or agrees(
+                        program, self.program, evaluated, *_sample(evaluated, args, kwargs)
+                    )
                 except NotANumberError:
                     raise
                 except (ValueError, RuntimeError) as error:
                     with plain_formulas():
                         evaluated(*args, **kwargs)  # which raises too if it is for the inputs, and nothing is kept
-                    agreed[key], cause = False, f"fails ({str(error).splitlines()[0]})"
-                if not agreed[key]:
-                    log.warning("evaluation runs operation by operation: its integer program %s", cause)
-        self.program = fast if agreed[key] else None
+                    same, cause = False, f"fails ({first_line(error)})"
+            self._agreed[self._key], self._proof = same, None
+            if not same:
+                log.warning("evaluation runs operation by operation: its integer program %s", cause)
+        if not self._agreed[self._key]:
+            self.program = None
+        return self.program is not None
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         """The model's result for these arguments; raises NotANumberError if a value is NaN."""
         assert self.program is not None
-        result = self.program(*args, **kwargs)
+        result, self.failures = self.program(*args, **kwargs), 0
         given = [*args, *kwargs.values()]
         if any(isinstance(x, Tensor) and x.dim() == 4 and not x.is_contiguous() for x in given):
             return result

@@ -3,7 +3,6 @@
 import functools
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from qat.kernels.formulas.products import try_int_mm
 from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
 from qat.quantizer import Quantizer
+from qat.text import first_line
 from qat.torch_internals import all_modules_are_hooked, pytree
 from qat.tracing.patches import tracing_alone
 
@@ -37,7 +37,10 @@ ON_CUDA = "on CUDA the kernels are those that torch.compile makes of the whole m
 NO_LIBRARY = "there is no C library (the log says why)"
 
 MOST_FAILURES = 3
-"""After so many self-checks in a row for which no step could run, the model is not checked again."""
+"""After so many self-checks in a row for which no step could run, the model is not checked again; nor is evaluation
+on integers tried again after so many failures, or changes, in a row."""
+
+UNSETTLED = "what it depends on is another at every forward"
 
 
 @dataclass
@@ -49,6 +52,7 @@ class EngineState:
     logged: frozenset[str] = frozenset()  # reasons for training plainly
     failures: int = 0  # self-checks in a row for which no step could run
     evaluator: Evaluator | None = None
+    rebuilt: int = 0  # evaluators in a row that were made anew, since the model had changed
     agreed: dict[str, bool] = field(default_factory=dict)  # whether programs compute what the model does, by their code
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,11 +73,13 @@ class FusedGraph(PreparedGraph):
 
         @functools.wraps(plain)
         def forward(self: FusedGraph, *args: Any, **kwargs: Any) -> Any:
-            if not self.training:
-                with suppress(ValueError, RuntimeError):  # a NaN, or inputs that the model refuses in its own words
-                    evaluator = self._evaluator(args, kwargs)
-                    if evaluator is not None:
+            evaluator = None if self.training else self._evaluator(args, kwargs)
+            if evaluator is not None:
+                try:
+                    if evaluator.answers(args, kwargs):
                         return evaluator(args, kwargs)
+                except (ValueError, RuntimeError) as error:  # a NaN, or inputs that the model refuses in its own words
+                    self._give_up(evaluator, error)
             fused = self._ready(args, kwargs)
             if fused is None or fused.run is None:
                 return plain(self, *args, **kwargs)
@@ -211,14 +217,25 @@ class FusedGraph(PreparedGraph):
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not takes(given) or formulas_wanted() or self._refusal(given, False) is not None:
             return None
-        state = self._engine_state
-        if state.evaluator is None or not state.evaluator.state.holds():
+        state, found = self._engine_state, self._engine_state.evaluator
+        holds = found is not None and found.state.holds()
+        wasted = found is not None and not holds and found.reason in (None, UNSETTLED)
+        state.rebuilt = state.rebuilt + 1 if wasted else 0
+        if found is None or not holds or found.reason == UNSETTLED:
             with tracing_alone:
                 self._follow_changes()
-                state.evaluator = Evaluator(self, state.agreed, args, kwargs)
-                if state.evaluator.reason and self._is_in_use():
-                    self._log_once(f"evaluation runs operation by operation: {state.evaluator.reason}")
-        return state.evaluator if state.evaluator.program is not None else None
+                found = Evaluator(self, state.agreed, UNSETTLED if state.rebuilt >= MOST_FAILURES else None)
+                state.evaluator = found
+                if found.reason and self._is_in_use():
+                    self._log_once(f"evaluation runs operation by operation: {found.reason}")
+        return found if found.program is not None else None
+
+    def _give_up(self, evaluator: Evaluator, error: Exception) -> None:
+        """Count the failures in a row of an integer program, and leave it after the last; the state stays the same."""
+        evaluator.failures += 1
+        if evaluator.failures == MOST_FAILURES:
+            evaluator.program = None
+            self._log_once(f"evaluation runs operation by operation: its integer program fails ({first_line(error)})")
 
     def _is_in_use(self) -> bool:
         """Whether all ranges are set and in use; before, that it evaluates plainly is no news."""

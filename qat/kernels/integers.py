@@ -34,7 +34,7 @@ class Numbers:
     def __init__(self, grid: CodeGrid) -> None:
         self.grid, self.levels = grid, Grid(*grid)
         self.qparams = torch.tensor(grid[:2], dtype=torch.float32)
-        self.shift = torch.tensor([1.0, grid.zero])
+        self.shift = torch.tensor([1.0, grid.zero], dtype=torch.float32)
         self.scale, self.zero = self.qparams[:1].clone(), self.qparams[1:].clone()
         self.learned = LearnedGrid(
             numbers_at("scale", self.scale, 1), numbers_at("scale", self.scale, 1), numbers_at("zero", self.zero, 1),

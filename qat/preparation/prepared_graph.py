@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx, nn
 
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
-from qat.torch_internals import GRAPH_CONSTANT, children_of, unsaved_buffers_of
+from qat.torch_internals import GRAPH_CONSTANT, children_of, pytree, unsaved_buffers_of
 from qat.tracing.nodes import Written, read, written
 from qat.tracing.proxies import expect_default
 
@@ -85,6 +86,10 @@ class PreparedGraph(Block, fx.GraphModule):
     def recompile(self) -> Any:
         """Generate forward from the graph again."""
         code = super().recompile()
+        for node in self.graph.nodes:  # torch.export, and whoever reads the tensors of a result, look inside
+            known = node.target in pytree.SUPPORTED_NODES
+            if isinstance(node.target, type) and is_dataclass(node.target) and not known:
+                torch.export.register_dataclass(node.target)
         blocks: list[Any] = [module for module in self.modules() if type(module) is nn.Module]  # torch.fx's own
         for block in blocks:
             block.__class__ = Block

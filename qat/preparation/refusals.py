@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.recipe import QuantRecipe
+from qat.torch_internals import pytree
 
 FOREIGN = ("torch.ao.", "torchao.", "brevitas.", "pytorch_quantization.", "modelopt.")
 """Packages whose modules quantize, or fuse layers for it. They are known by name and never imported."""
@@ -58,6 +59,13 @@ def check_float_model(model: nn.Module, recipe: Any) -> None:
         raise ValueError(
             "prepare: the model is a torch.jit.ScriptModule, which cannot be changed; prepare it unscripted"
         )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not all(x.is_leaf for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)):
+                raise ValueError(
+                    f"prepare: {f'{name}.{key}'.lstrip('.')} holds a result with gradients, which cannot be copied:"
+                    " detach it, or compute it in forward; norms of weights are in torch.nn.utils.parametrizations"
+                )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")

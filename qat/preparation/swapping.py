@@ -71,12 +71,15 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
             left.setdefault(node.name, f"{node.target.__name__} of these operands has no quantized twin")
         if node.op != "get_attr":
             continue
-        owner = str(node.target).rpartition(".")[0]
-        plain = isinstance(attribute(graph_module, str(node.target)), nn.Parameter)
-        readers = [user for user in _readers(node, constant) if user.op != "call_module"] if plain else []
-        if readers and owner not in left and owner not in quantized:
+        owner, _, own = str(node.target).rpartition(".")
+        held = attribute(graph_module, str(node.target))
+        readers = [user for user in _readers(node, constant) if user.op != "call_module" and user.meta.get(FACTS, True)]
+        if isinstance(held, nn.Parameter) and readers and owner not in left and owner not in quantized:
             function = getattr(readers[0].target, "__name__", str(readers[0].target))
-            left[str(node.target)] = f"{function} reads it as a plain tensor"
+            if owner and own == "weight" and held.dim() > 1:  # a layer without a twin: DeformConv2d
+                left[owner] = f"{function} reads its weight as a plain tensor"
+            else:
+                left[str(node.target)] = f"{function} reads it as a plain tensor"
     handed = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
     for name, module in graph_module.named_modules():
         owns = type(module).forward is not nn.Module.forward and any(True for _ in module.parameters(recurse=False))

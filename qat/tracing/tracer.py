@@ -10,6 +10,7 @@ import inspect
 import operator
 import threading
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -56,8 +57,8 @@ OF_SHAPES = frozenset((
 """Functions and methods whose result depends only on the shape and type of a tensor, not on its values."""
 
 
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+def _holds_tensors(kept: Any) -> bool:
+    return any(isinstance(leaf, weakref.ref) for leaf in pytree.tree_leaves(kept))
 
 
 def _context() -> tuple[bool, bool]:
@@ -77,7 +78,8 @@ class QuantTracer(fx.Tracer):
         self.proxy_buffer_attributes = True
         self.examples = examples  # argument name to value; None traces without
         self.opaque: dict[str, str] = {}  # functions that could not be split, name to reason
-        self._values: dict[fx.Node, Any] = {}
+        self._kept: dict[fx.Node, Any] = {}  # values, tensors as weak references: proxies hold them while forward does
+        self._result: Any = None  # what forward returned, whose tensors `answer` gives
         self._guarded: set[fx.Node] = set()
         self._running = False
         self._modes = _context()
@@ -198,13 +200,13 @@ class QuantTracer(fx.Tracer):
 
     def _follows_values(self, node: fx.Node) -> bool:
         """Whether a node is a tensor, or was computed from the values of one, as by `item()` or `tolist()`."""
-        if isinstance(self._known(node), torch.Tensor):
+        if isinstance(self._stored(node), weakref.ref):
             return True
-        if _holds_tensors(self._known(node)):
+        if _holds_tensors(self._stored(node)):
             return False
         asks_shape = getattr(node.target, "__name__", node.target) in OF_SHAPES
         return any(
-            not asks_shape if _holds_tensors(self._known(source)) else self._follows_values(source)
+            not asks_shape if _holds_tensors(self._stored(source)) else self._follows_values(source)
             for source in node.all_input_nodes
         )
 
@@ -220,7 +222,12 @@ class QuantTracer(fx.Tracer):
                 argument = (args[position], parameter.default, parameter.name)
                 self.create_proxy("call_function", expect_default, argument, {})
                 args[position] = parameter.default
-        return function, args
+
+        def recorded(*given: Any) -> Any:
+            self._result = function(*given)
+            return self._result
+
+        return recorded, args
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decide as the example inputs do."""
@@ -255,8 +262,14 @@ class QuantTracer(fx.Tracer):
 
     def replay(self, graph: fx.Graph) -> Any:
         """The graph's output when every node runs again."""
+        last = {source: node for node in graph.nodes for source in node.all_input_nodes}
+        held = {}
         for node in graph.nodes:
-            self._value_of(node)
+            held[node] = self._value_of(node)
+            if node.op != "output":
+                for source in node.all_input_nodes:
+                    if last[source] is node:
+                        del held[source]
         return self.answer(graph)
 
     def _value_of(self, node: fx.Node) -> Any:
@@ -273,13 +286,18 @@ class QuantTracer(fx.Tracer):
                     value = self._run(node)
             finally:
                 self._running = False
-        self._values[node] = value
+        self._kept[node] = pytree.tree_map(lambda x: weakref.ref(x) if isinstance(x, torch.Tensor) else x, value)
         return value
 
-    def _known(self, node: fx.Node) -> Any:
-        if node not in self._values:  # a constant or a named tuple, whose node never had a proxy
+    def _stored(self, node: fx.Node) -> Any:
+        if node not in self._kept:  # a constant or a named tuple, whose node never had a proxy
             self._value_of(node)
-        return self._values[node]
+        return self._kept[node]
+
+    def _known(self, node: fx.Node) -> Any:
+        if any(isinstance(x, weakref.ref) and x() is None for x in pytree.tree_leaves(self._stored(node))):
+            return self._value_of(node)  # of an attribute such as x.mT, which proxies make anew
+        return pytree.tree_map(lambda x: x() if isinstance(x, weakref.ref) else x, self._kept[node])
 
     def _run(self, node: fx.Node) -> Any:
         if node.op == "get_attr":

@@ -74,6 +74,37 @@ def test_inputs_and_outputs_have_the_names_that_are_given(model: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (lambda y, z: y, ["output"]),
+        (lambda y, z: (y, z), ["output.0", "output.1"]),
+        (lambda y, z: {"logits": y, "aux": [z, y]}, ["logits", "aux.0", "aux.1"]),
+        (lambda y, z: {"x": y, "none": None}, ["output.x"]),  # an input has that name
+    ],
+)
+def test_outputs_have_the_names_of_the_result(result: Any, names: list[str], tmp_path: Path) -> None:
+    """Points 26, 47, 51: they were torch's (`linear_2`, `cat_1`), and the batch axis `s34`."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return result(self.a(x), self.b(x))
+
+    x = torch.randn(5, 4)
+    prepared = qat.prepare(Model(), example_inputs=x).eval()
+    qat.calibrate(prepared, [x])
+    qat.export_onnx(prepared, tmp_path / "x.onnx", x)
+    graph = onnx.load(tmp_path / "x.onnx").graph
+    assert [end.name for end in graph.output] == names
+    for end in (*graph.input, *graph.output):
+        assert end.type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert verify_onnx(tmp_path / "x.onnx", prepared, [x]).close
+
+
+@pytest.mark.parametrize(
     ("names", "said"),
     [
         ({"input_names": "image"}, r"input_names: 5 \(i, m, a, g, e\) for 2 inputs"),  # a text is its letters

@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.ops import DeformConv2d
 
 import qat
 from qat.layers import QuantLayer
@@ -111,3 +114,46 @@ def test_answers_that_activations_wrote_share_no_memory() -> None:
     model: Any = qat.prepare(Plain(forward, **blocks), example_inputs=torch.randn(2, 3, 4, 4))
     calls = [node for node in model.graph.nodes if str(node.target).endswith("_quantizer") and node.op == "call_module"]
     assert len(calls) == 4 and all(node.users for node in calls)
+
+
+class Shared(nn.Module):
+    """A layer that is called twice, with a norm each, and one of another library that has no twin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.offset = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 18, 3, padding=1)
+        self.deform = DeformConv2d(4, 4, 3, padding=1)
+        self.head, self.n1, self.n2 = nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        found: Tensor = self.n1(self.head(y)) + self.n2(self.head(self.deform(y, self.offset(y))))
+        return found
+
+
+def test_the_summary_names_each_norm_and_layers_without_a_twin() -> None:
+    """Point 26: it named one norm of several, "floordiv reads it", and 0 layers in float."""
+    x = torch.randn(2, 3, 8, 8)
+    table = qat.summary(qat.prepare(Shared(), example_inputs=x))
+    assert "input: a_quantizer, folds n1; input: deform.deform_conv2d_quantizer, folds n2" in table
+    assert "stays float: deform_conv2d reads its weight as a plain tensor" in table
+    assert "1 layer in float" in table and "floordiv" not in table
+
+
+@pytest.mark.parametrize("ambient", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode])
+def test_ranges_and_files_do_not_depend_on_autocast_and_inference_mode(ambient: Any, tmp_path: Path) -> None:
+    """Point 31: other ranges, a file of bfloat16 that no runtime reads, and training that ends in torch's words."""
+    x = torch.randn(4, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    found = []
+    for context in (nullcontext, ambient):
+        with context():
+            prepared = qat.prepare(model, example_inputs=x)
+            qat.calibrate(prepared, [x])
+            qat.export_onnx(prepared, tmp_path / "model.onnx", x)
+            assert qat.export.verify_onnx(tmp_path / "model.onnx", prepared, [x]).close
+            answer = qat.convert(prepared)(x)
+        assert prepared.training
+        prepared(x).sum().backward()
+        found.append((answer, (tmp_path / "model.onnx").read_bytes()))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]

@@ -128,3 +128,35 @@ def test_the_table_of_a_model_that_was_never_prepared_says_so() -> None:
         "input: 0.input_quantizer", "not calibrated", "in float", "input: indices",
     ]  # fmt: skip
     assert table[5].endswith("stays float: it is a layer of torch, and qat.prepare was not called on this model")
+
+
+def test_a_result_that_cannot_be_copied_is_named() -> None:
+    """Point 47: torch's deepcopy said that one is there, and not which."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.cache = {"last": [model[0].weight * 2]}  # type: ignore[assignment]
+    said = (
+        "prepare: {} holds a result with gradients, which cannot be copied: detach it, or compute it in forward; norms"
+        " of weights are in torch.nn.utils.parametrizations"
+    )
+    with refused(said.format("cache")):
+        qat.prepare(model)
+    with pytest.warns(FutureWarning), refused(said.format("0.weight")):
+        qat.prepare(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2))))
+
+
+class Scaled(nn.Sequential):
+    """A model whose call has an argument more than its forward."""
+
+    def __call__(self, x: torch.Tensor, scale: float = 2.0) -> Any:
+        return super().__call__(x * scale)
+
+
+def test_a_call_of_its_own_is_kept() -> None:
+    """Point 47: the graph of forward alone stood in its place."""
+    model, x = Scaled(nn.Linear(4, 2)).eval(), torch.randn(8, 4)
+    quantized = qat.prepare(model, example_inputs=x)
+    qat.calibrate(quantized, [x])
+    assert "overrides __call__" in qat.summary(quantized)
+    for scale in (2.0, 1.0):
+        assert (quantized(x, scale) - model(x, scale)).abs().max() < 0.1
+    assert not torch.allclose(quantized(x), quantized(x, 1.0))

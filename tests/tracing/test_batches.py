@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export import compare_layers
+from qat.export import compare_layers, verify_onnx
 
 IMAGE = torch.linspace(-1, 3, 48).reshape(3, 4, 4)
 IMAGES, LABELS = torch.stack([IMAGE, IMAGE / 2]), torch.tensor([0, 1])
@@ -99,3 +99,38 @@ def test_all_that_take_a_model_and_batches_read_the_same(tmp_path: Path) -> None
             call(*before, [IMAGES], model)
         with pytest.raises(ValueError, match=rf"^{call.__name__}: .+ a batch of {{image: float32"):
             call(*before, model, wrong)
+
+
+class Two(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = self.a(x) + y
+        return found
+
+
+def test_a_batch_of_two_inputs_says_how_it_is_written() -> None:
+    """Points 20 and 51: torch's raw TypeError, or the model's own words of a list."""
+    x = torch.randn(3, 4)
+    cure = r"; \(\(x, y\), labels\) is a batch of two inputs, \(\[x, y\], labels\) of one that is a list$"
+    model = qat.prepare(Two(), example_inputs=(x, x))
+    with pytest.raises(ValueError, match=r"^calibrate: Two.forward\(x, y\) does not run with .* 'y'" + cure):
+        qat.calibrate(model, [(x, x)])
+    with pytest.raises(
+        ValueError, match=r"^calibrate: Detector.forward\(images, targets\) does not run with .*" + cure
+    ):
+        qat.calibrate(Detector(), [[IMAGES, IMAGES]])
+    qat.calibrate(model, [((x, x),)])
+
+
+def test_one_tensor_for_two_inputs_leaves_the_batch_free(tmp_path: Path) -> None:
+    """torch.export took the two for one input, and fixed the batch."""
+    x = torch.randn(3, 4)
+    model = qat.prepare(Two(), example_inputs=(x, x)).eval()
+    qat.calibrate(model, [((x, x),)])
+    qat.export_onnx(model, tmp_path / "model.onnx", (x, x))
+    assert verify_onnx(tmp_path / "model.onnx", model, [((torch.randn(5, 4), torch.randn(5, 4)),)]).close

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -68,7 +69,7 @@ def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, 
         # torch.export takes a batch of one for a constant.
         x = torch.cat([x, x]) if x.dim() and len(x) < samples else x
         x = x.detach().cpu()
-        return (x.float() if x.is_floating_point() else x).contiguous()
+        return (x.float() if x.is_floating_point() else x).contiguous().clone()  # torch.export asks if two are the same
 
     return as_arguments(pytree.tree_map(ready, example_inputs))
 
@@ -79,18 +80,35 @@ def fix_sizes(program: Any, proto: Any) -> None:
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
+    batches: dict[str, str] = {}
     for tensor, declared in zip(tensors, proto.graph.input, strict=True):
         axes = declared.type.tensor_type.shape.dim
         fixed = [_fixed(size, exported) for size in tensor.shape]
         for size, axis in zip(fixed, axes, strict=True):
             if size is not None:
                 axis.dim_value = size
+        if fixed and fixed[0] is None:
+            batches.setdefault(str(tensor.shape[0]), f"batch_{declared.name}" if batches else "batch")
         if fixed and fixed[0] is not None:
             warnings.warn(
                 f"export_onnx: the first axis of the input {declared.name!r} is fixed at {fixed[0]}, for the model"
                 " computes with it as with a number",
                 stacklevel=3,
             )
+    for end in (*proto.graph.input, *proto.graph.output):
+        for axis in end.type.tensor_type.shape.dim:
+            if axis.dim_param:
+                axis.dim_param = re.sub(r"\w+", lambda found: batches.get(found[0], found[0]), axis.dim_param)
+
+
+def names_of_outputs(program: Any) -> list[str]:
+    """The keys, fields and indices that lead to each output of a file in the model's result, "output" if none does."""
+    exported = program.exported_program
+    results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
+    result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
+    paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, torch.fx.Node)]
+    steps = [re.findall(r"[^\[\]'.]+", pytree.keystr(path)) for path in paths]
+    return [".".join(["output"] * (not parts or parts[0].isdigit()) + parts) for parts in steps]
 
 
 def _fixed(size: Any, exported: Any) -> int | None:

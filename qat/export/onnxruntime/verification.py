@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.contexts import evaluating
+from qat.contexts import evaluating, in_full_precision
 from qat.export.agreement import Pair, Verification, judge
 from qat.export.checks import check_finite
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
@@ -29,6 +29,7 @@ NUMBER = re.compile(r"\.\d+$")
 """The end of the name of a quantizer's further calls."""
 
 
+@in_full_precision
 def verify_onnx(
     path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, default_session: bool = False
 ) -> Verification:
@@ -63,6 +64,7 @@ def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Mod
     return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
 
 
+@in_full_precision
 def compare_layers(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
