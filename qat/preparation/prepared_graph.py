@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +19,8 @@ from qat.tracing.proxies import expect_default
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+log = logging.getLogger("qat")
 
 OF_ONE_MODEL = "GraphModuleImpl"
 """The name of the class that torch.fx creates for every model; torch.fx finds its base class by this name."""
@@ -82,6 +85,7 @@ class PreparedGraph(Block, fx.GraphModule):
 
     _snapshot: ClassVar[ModuleSnapshot | None] = None
     _generated: ClassVar[Forward]
+    _begun_with: ClassVar[list[float] | None] = None  # the first value of each parameter when training began
 
     def recompile(self) -> Any:
         """Generate forward from the graph again."""
@@ -152,6 +156,17 @@ class PreparedGraph(Block, fx.GraphModule):
 
     def train(self, mode: bool = True) -> "Self":
         """Follow replaced modules now: torch.compile, which may come next, cannot."""
+        cls: Any = type(self)
+        held = [each for each in self.parameters() if type(each) is nn.Parameter and each.numel() and not each.is_meta]
+        firsts = [float(each.detach().flatten()[0]) for each in held]  # some optimizers leave no new version
+        if mode:
+            cls._begun_with = firsts
+        elif cls._begun_with == firsts and any(each.grad is not None for each in held):
+            cls._begun_with = None
+            log.warning(
+                "%s was given gradients in training, and no parameter has changed: an optimizer that was made before"
+                " qat.prepare steps the float model's; make it of the prepared one's", type(self).__name__,
+            )  # fmt: skip
         model = super().train(mode)
         if not self._is_meta_only():
             self._follow_changes()

@@ -1,6 +1,7 @@
 """`prepare`: its result, what stays float and why, and what it refuses."""
 
 import copy
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -157,3 +158,21 @@ def test_ranges_and_files_do_not_depend_on_autocast_and_inference_mode(ambient: 
         prepared(x).sum().backward()
         found.append((answer, (tmp_path / "model.onnx").read_bytes()))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_an_optimizer_of_the_float_model_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Point 47: it trained nothing, and nothing said so."""
+    net, x = Net(), torch.randn(2, 3, 8, 8)
+    for model_of, said in ((lambda model: net, 1), (lambda model: model, 0)):
+        model = qat.prepare(net, example_inputs=x)
+        qat.calibrate(model, [x])
+        optimizer = torch.optim.SGD(model_of(model).parameters(), lr=0.1)
+        with caplog.at_level(logging.WARNING, "qat"):
+            for _ in range(2):
+                model.train()
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                model.eval()(x)
+        assert sum("made before qat.prepare" in each for each in caplog.messages) == 2 * said
+        caplog.clear()
