@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
+    "docs/index.md",
     "docs/config.md",
     "docs/curves.md",
     "docs/deploying.md",
