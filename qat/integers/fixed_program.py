@@ -16,6 +16,7 @@ from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.kernels.integers import Numbers
 from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, averages_pixels, operation_of, passes_grid
 from qat.tracing.nodes import submodule_of
+from qat.tracing.proxies import expect_default
 
 TABLES = ("sigmoid", "tanh")
 """Functions whose exact values, rounded, are those of TensorFlow Lite Micro's kernels."""
@@ -36,6 +37,8 @@ def fixed_program(model: nn.Module) -> fx.GraphModule:
     inside: dict[fx.Node, bool] = {}  # floats: whether they were computed, or come from outside
     for node in program.graph.nodes:
         module, read = submodule_of(program, node), [inside[each] for each in node.all_input_nodes if each in inside]
+        if node.target is expect_default:
+            continue
         if node.op == "placeholder" or isinstance(module, Dequantize) or type(module) is Product:
             inside[node] = node.op != "placeholder"
         elif read and (asks_for_shape(node) or passes_grid(node, program)):
