@@ -21,6 +21,9 @@ from qat.tracing.proxies import expect_default
 TABLES = ("sigmoid", "tanh")
 """Functions whose exact values, rounded, are those of TensorFlow Lite Micro's kernels."""
 
+ZERO_MARGINS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
+"""What may come before the first quantizer, as before LiteRT's QUANTIZE."""
+
 WIDEST_STEP = 1.25
 """Of their operand: its kernels let coarser ones saturate early."""
 
@@ -41,7 +44,7 @@ def fixed_program(model: nn.Module) -> fx.GraphModule:
             continue
         if node.op == "placeholder" or isinstance(module, Dequantize) or type(module) is Product:
             inside[node] = node.op != "placeholder"
-        elif read and (asks_for_shape(node) or passes_grid(node, program)):
+        elif read and (asks_for_shape(node) or passes_grid(node, program) or isinstance(module, ZERO_MARGINS)):
             inside[node] = any(read)
         elif (read and not (node.op == "output" or isinstance(module, Quantize))) or (
             isinstance(module, FixedQuantize) and any(read)

@@ -17,7 +17,6 @@ PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
     nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
     nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle,
-    *(getattr(nn, f"{kind}Pad{n}d") for kind in ("Zero", "Reflection", "Replication", "Circular") for n in (1, 2, 3)),
 )  # fmt: skip
 MOVING_FUNCTIONS = {
     torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.chunk,
