@@ -84,6 +84,7 @@ def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
+NEAREST_EXACT_OPERATORS = torch.ops.aten._upsample_nearest_exact1d, torch.ops.aten._upsample_nearest_exact2d
 UNSAFE_VIEW_OPERATOR = torch.ops.aten._unsafe_view
 BILINEAR_OPERATOR = torch.ops.aten._trilinear
 CUDNN_RECURRENT_OPERATOR = torch.ops.aten._cudnn_rnn

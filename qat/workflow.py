@@ -12,6 +12,7 @@ from torch import nn
 
 from qat.analysis.table import summary
 from qat.contexts import evaluating, in_full_precision
+from qat.export.litert.exporter import warn_of_unwritable
 from qat.inputs import Examples, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, is_composite
@@ -69,7 +70,8 @@ def prepare(
         recipe: the grids; default: 8-bit weights per channel, 8-bit unsigned activations with a zero point.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. With them, decisions on
             sizes can be traced (windows, padding to a multiple), the graph is compared with the model, and one run
-            checks that every quantizer runs. Without them, a model that decides on sizes is prepared in parts.
+            checks that every quantizer runs, and for the target "litert" a warning names what `export_litert` would
+            refuse. Without them, a model that decides on sizes is prepared in parts.
         dry_run: return only the table that `qat.summary` would print.
 
     Returns:
@@ -113,6 +115,8 @@ def prepare(
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
+            if recipe.profile.file == "tflite" and example_inputs is not None:
+                warn_of_unwritable(prepared, example_inputs)
     return summary(prepared) if dry_run else prepared
 
 

@@ -18,6 +18,7 @@ from qat.export.litert.firmware import arena_bytes, vela_estimate, write_c_array
 from qat.export.onnx.operators import OPSET, OPSETS
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.export.ties import explained
+from qat.layers import QuantLayer
 from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import about_model, export_metadata
@@ -120,7 +121,8 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
     with value_errors_reported():
         example = torch.zeros(1, 3, size, size)
         qat.export_litert(model, path, example, integer_ends=ends, four_bits=bits, metadata=_metadata(opened))
-    print(f"{path}: {path.stat().st_size:,} bytes")
+    few = any(isinstance(each, QuantLayer) and each.weight_quantizer.span() < 16 for each in model.modules())
+    print(f"{path}: {path.stat().st_size:,} bytes" + " (weights of few bits take 8: --four-bits)" * (few and not bits))
     _for_firmware(given, path)
     if data is None:
         print("not proven (--no-proof)")

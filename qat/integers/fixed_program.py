@@ -16,9 +16,13 @@ from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.kernels.integers import Numbers
 from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, averages_pixels, operation_of, passes_grid
 from qat.tracing.nodes import submodule_of
+from qat.tracing.proxies import expect_default
 
 TABLES = ("sigmoid", "tanh")
 """Functions whose exact values, rounded, are those of TensorFlow Lite Micro's kernels."""
+
+ZERO_MARGINS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
+"""What may come before the first quantizer, as before LiteRT's QUANTIZE."""
 
 WIDEST_STEP = 1.25
 """Of their operand: its kernels let coarser ones saturate early."""
@@ -36,9 +40,11 @@ def fixed_program(model: nn.Module) -> fx.GraphModule:
     inside: dict[fx.Node, bool] = {}  # floats: whether they were computed, or come from outside
     for node in program.graph.nodes:
         module, read = submodule_of(program, node), [inside[each] for each in node.all_input_nodes if each in inside]
+        if node.target is expect_default:
+            continue
         if node.op == "placeholder" or isinstance(module, Dequantize) or type(module) is Product:
             inside[node] = node.op != "placeholder"
-        elif read and (asks_for_shape(node) or passes_grid(node, program)):
+        elif read and (asks_for_shape(node) or passes_grid(node, program) or isinstance(module, ZERO_MARGINS)):
             inside[node] = any(read)
         elif (read and not (node.op == "output" or isinstance(module, Quantize))) or (
             isinstance(module, FixedQuantize) and any(read)

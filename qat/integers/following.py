@@ -97,7 +97,7 @@ class Follower:
             integers = equal[0]
         if self._merged:
             self._followed.append((quantizer, x, integers))
-        return integers.float()
+        return integers.float().reshape(x.shape)  # a .tflite file holds rows as images
 
 
 def _difference(name: str, quantizer: Quantizer, x: Tensor, theirs: Tensor) -> LayerDifference:

@@ -43,7 +43,7 @@ def geometry_of(layer: Any) -> Geometry | None:
         return None
     if isinstance(layer, QuantFunction):
         axes = CONVOLUTIONS.index(layer.function) + 1 if layer.function in CONVOLUTIONS else 0
-        return Geometry.of(axes, **layer.options) if axes else LINEAR
+        return Geometry.of(axes, **layer.options, kernel=layer.kernel_size) if axes else LINEAR
     if isinstance(layer, nn.Linear):
         return LINEAR
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or layer.padding_mode != "zeros":

@@ -67,6 +67,7 @@ class TargetProfile:
             keep to it, and have the bits of `activation`.
         split_operations: operations that it computes faster in two steps, each with a grid: silu(x) = x * sigmoid(x).
             Where it could compute them in float, 8 bits alone are split.
+        file: what its models are written to; `prepare` warns of what `export_litert` would refuse.
 
     >>> from qat.targets import profile_of
     >>> profile_of("tensorrt").refusal("activation", QuantSpec(signed=False))
@@ -85,6 +86,7 @@ class TargetProfile:
     float_biases: bool = False
     fixed_grids: Mapping[Operation, tuple[float, int]] = field(default_factory=dict, hash=False)
     split_operations: frozenset[Operation] = frozenset()
+    file: Literal["onnx", "tflite"] = "onnx"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", self.weight.resolved(default_spec("weight")))

@@ -246,6 +246,7 @@ _LITERT = replace(
         "sigmoid": _PROBABILITY, "softmax": _PROBABILITY, "hardsigmoid": _PROBABILITY, "tanh": (1 / 128, 0),
     },
     split_operations=frozenset({"silu"}),
+    file="tflite",
     reasons={
         **_INTEGER_ONLY.reasons,
         "fixed_grids": Reason("the kernels of LOGISTIC, SOFTMAX and TANH check the grid of their result", _TFLITE),

@@ -159,6 +159,7 @@ def test_an_argument_that_is_left_out() -> None:
     assert program_of(model) is not None
 
 
+@pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.UnwritableWarning")
 @pytest.mark.parametrize("pool", [nn.AdaptiveAvgPool2d(1), nn.GroupNorm(4, 16)], ids=["average", "norm"])
 def test_averages_on_ties_are_those_of_the_model(pool: nn.Module) -> None:
     torch.manual_seed(0)

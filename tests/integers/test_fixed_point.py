@@ -60,6 +60,7 @@ class Two(nn.Module):
         return self.last(self.function(self.first(x)))  # type: ignore[operator]
 
 
+@pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.UnwritableWarning")
 @pytest.mark.parametrize(
     ("function", "named"),
     [
@@ -83,6 +84,7 @@ def test_what_fixed_point_is_not_defined_for_is_refused_by_name(function: object
         qat.convert(model.eval(), "reference", requantize="fixed_point")
 
 
+@pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.UnwritableWarning")
 def test_other_requests_are_refused_in_a_sentence() -> None:
     x = torch.randn(2, 4, 6, 6)
     model = qat.prepare(Two(nn.AdaptiveAvgPool2d(4)), qat.QuantRecipe(target="litert"), x)

@@ -15,6 +15,9 @@ from qat.targets import PROFILES
 from qat.tracing.nodes import tensor_nodes
 from tests.references.prepared_case import assert_close_to_float, assert_computes_as, draw, input_grid
 
+pytestmark = pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.UnwritableWarning")
+"""Grids are looked at, and no file is written."""
+
 EACH = pytest.mark.parametrize("target", list(PROFILES))
 
 # Operation of the profiles: its computation on two tensors (a(x), c(x)), and whether it reads both.

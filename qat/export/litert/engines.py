@@ -58,7 +58,10 @@ def open_micro(data: bytes) -> Any:
         from tflite_micro.python.tflite_micro import runtime
     except ImportError:
         raise ImportError("the engine 'micro' is not installed; pip install ste-qat[litert]") from None
-    return runtime.Interpreter.from_bytes(data, arena_size=ARENA)
+    try:
+        return runtime.Interpreter.from_bytes(data, arena_size=ARENA)
+    except RuntimeError:
+        raise ValueError(f"TensorFlow Lite Micro lacks what it printed above, or more than {ARENA >> 20} MiB") from None
 
 
 class TorchFile:
@@ -68,7 +71,7 @@ class TorchFile:
     """
 
     def __init__(self, data: bytes, engine: str, threads: int | None = None, codes: bool = False) -> None:
-        self._run, self._read, self._codes = open_engine(data, engine, threads), ReadFile(data), codes
+        self._read, self._run, self._codes = ReadFile(data), open_engine(data, engine, threads), codes
 
     def __call__(self, inputs: Any) -> list[Tensor]:
         """The outputs, with axes as torch has them."""
@@ -77,8 +80,13 @@ class TorchFile:
             args, options = tuple(options[name] for name in self._read.input_names), {}
         leaves = pytree.tree_leaves((args, options))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
-        given = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=True)]
-        batch = int(self._read.inputs[0].shape[0])
+        wanted, got = (
+            [tuple(map(int, each.shape)) for each in self._read.inputs],
+            [tuple(each.shape) for each in tensors],
+        )
+        given, batch = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=False)], wanted[0][0]
+        if len(got) != len(wanted) or any(a.shape[1:] != b[1:] for a, b in zip(given, wanted, strict=True)):
+            raise ValueError(f"the .tflite file stores inputs of the shapes {wanted}, got tensors of {got}")
         parts = [self._run([each[start : start + batch] for each in given]) for start in range(0, len(given[0]), batch)]
         together = [np.concatenate(each) for each in zip(*parts, strict=True)]
         return [_as_torch(*each, self._codes) for each in zip(together, self._read.outputs, strict=True)]

@@ -17,7 +17,7 @@ ALIGNMENT = 16
 
 VERSIONS = {
     "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4, "HARD_SWISH": 1, "RESHAPE": 1,
-    "RESIZE_NEAREST_NEIGHBOR": 3, "SUB": 3,
+    "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3, "SUB": 3, "TRANSPOSE_CONV": 3,
 }  # fmt: skip
 """Of operators, the version that has all that is used of them, where it is not the second."""
 

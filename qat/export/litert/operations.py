@@ -6,6 +6,7 @@ Every handler takes the writer, the shape of the result in torch, and the argume
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
 from qat.export.litert.products import VALID, pad, padded, pair
-from qat.export.litert.values import ANY, PREPARE_FOR_IT, Coded, Pending, Shape, UnwritableError, Writer
+from qat.export.litert.values import ANY, Coded, Pending, Shape, UnwritableError, Weight, Writer
 from qat.integers.grids import holds_bound
 
 Handler = Callable[..., Any]
@@ -26,10 +27,9 @@ def binary(kind: str) -> Handler:
     """ADD, SUB or MUL, on any grids, of tensors and numbers."""
 
     def handler(writer: Writer, shape: Shape, a: Any, b: Any, alpha: float = 1) -> Pending:
-        operands = [writer.coded(each, kind) for each in (a, b)]
         if alpha != 1:
             raise UnwritableError(f"{kind} with alpha={alpha} is not written; multiply first")
-        wide = [moved(each, (1,) * (len(shape) - len(each.axes.dims)) + each.axes.shape, writer) for each in operands]
+        wide = _as_wide(writer, shape, kind, (a, b))
 
         def emit(grid: Grid, low: float, high: float) -> Coded:
             inputs = [writer.stored(each) for each in wide]
@@ -38,6 +38,33 @@ def binary(kind: str) -> Handler:
         return Pending(emit, kind)
 
     return handler
+
+
+def _as_wide(writer: Writer, shape: Shape, operation: str, operands: Sequence[Any]) -> list[Coded]:
+    """Operands with as many axes as the result."""
+    read = [writer.coded(each, operation) for each in operands]
+    ones = [(1,) * (len(shape) - len(each.axes.dims)) for each in read]
+    return [moved(x, front + x.axes.shape, writer) if x.axes.sizes else x for x, front in zip(read, ones, strict=True)]
+
+
+def extreme(kind: str) -> Handler:
+    """MAXIMUM or MINIMUM."""
+    return lambda writer, shape, *operands: _joined(writer, shape, kind, _as_wide(writer, shape, kind, operands))
+
+
+def leaky_relu(writer: Writer, shape: Shape, x: Any, slope: float = 0.01) -> Pending:
+    """max(x, slope * x), or the smaller one for a slope above 1: XNNPACK's LEAKY_RELU keeps 8 bits of its factors."""
+    x = writer.coded(x, "a leaky ReLU")
+
+    def emit(grid: Grid, low: float, high: float) -> Coded:
+        if grid is FLOAT:
+            return writer.result("LEAKY_RELU", [writer.stored(x)], shape, grid, (low, high), alpha=slope)
+        both = [writer.requantized(x, grid, factor=each).tensor for each in (1.0, slope)]
+        made = writer.file.tensor(f"leaky_{both[1]}", writer.file.shapes[x.tensor], "INT8", grid)
+        writer.file.operator("MAXIMUM" if slope <= 1 else "MINIMUM", both, [made])
+        return writer.requantized(Coded(made, x.axes, grid), grid, (low, high))
+
+    return Pending(emit, "a leaky ReLU")
 
 
 def unary(kind: str, fixed: tuple[float, int] | None = None, **options: Any) -> Handler:
@@ -50,7 +77,7 @@ def unary(kind: str, fixed: tuple[float, int] | None = None, **options: Any) -> 
             if fixed and grid is not FLOAT and (grid.scale, grid.zero_point) != fixed:
                 raise UnwritableError(
                     f"LiteRT's {kind} has the scale 1/{1 / fixed[0]:g} and the zero point {fixed[1]}, not"
-                    f" {grid.scale:.6g} and {grid.zero_point}; {PREPARE_FOR_IT}"
+                    f" {grid.scale:.6g} and {grid.zero_point}"
                 )
             return writer.result(kind, [writer.stored(x)], shape, grid, (low, high), **options)
 
@@ -77,7 +104,7 @@ def hardsigmoid(writer: Writer, shape: Shape, x: Any) -> Pending:
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         if grid is FLOAT:
-            raise UnwritableError(f"no quantizer follows a hardsigmoid; {PREPARE_FOR_IT}")
+            raise UnwritableError("no quantizer follows a hardsigmoid")
         constants = _one_channel_each(writer, x.grid, (1, 1), channels, (code, 6), round(bias))
         made = writer.result(
             "DEPTHWISE_CONV_2D", [writer.stored(image), *constants], image.axes.shape, grid,
@@ -112,7 +139,7 @@ def clamp(writer: Writer, shape: Shape, x: Any, low: float | None = None, high: 
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         if grid is FLOAT:
-            raise UnwritableError(f"its bounds lie between the levels of its input; {PREPARE_FOR_IT}")
+            raise UnwritableError("its bounds lie between the levels of its input")
         return writer.requantized(coded, grid, (low, high))
 
     return Pending(emit, "a clamp", *bounds)  # a bound between two levels is one of the next grid's
@@ -185,16 +212,21 @@ def maximum(
 
 
 def concatenation(writer: Writer, shape: Shape, tensors: Sequence[Any], axis: int = 0) -> Any:
-    """CONCATENATION, whose operands all lie on the grid of the result."""
+    """CONCATENATION."""
     parts = [writer.coded(each, "a concatenation") for each in tensors]
-    place = layout(len(shape)).index(axis % len(shape))
+    return _joined(writer, shape, "CONCATENATION", parts, axis=layout(len(shape)).index(axis % len(shape)))
+
+
+def _joined(writer: Writer, shape: Shape, kind: str, parts: Sequence[Coded], **options: Any) -> Any:
+    """An operator whose operands all lie on the grid of the result."""
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         inputs = [writer.stored(writer.requantized(each, grid)) for each in parts]
-        return writer.requantized(writer.result("CONCATENATION", inputs, shape, grid, axis=place), grid, (low, high))
+        bounds = (low, high) if grid is FLOAT else None
+        return writer.requantized(writer.result(kind, inputs, shape, grid, bounds, **options), grid, (low, high))
 
     grids = {each.grid for each in parts}
-    return emit(grids.pop(), *ANY) if len(grids) == 1 else Pending(emit, "a concatenation")
+    return emit(grids.pop(), *ANY) if len(grids) == 1 else Pending(emit, kind)
 
 
 def moved(x: Coded, shape: Sequence[int], writer: Writer) -> Coded:
@@ -252,13 +284,7 @@ def part(
     writer: Writer, shape: Shape, x: Coded, axis: int = 0, first: int | None = 0, end: int | None = None, step: int = 1
 ) -> Coded:
     """STRIDED_SLICE along one axis."""
-    if shape == x.axes.shape:
-        return x
-    axis %= len(shape)
-    place, tensor = layout(len(shape)).index(axis), writer.stored(x)
-    begin, stop, steps = [0] * len(shape), list(writer.file.shapes[tensor]), [1] * len(shape)
-    begin[place], stop[place], steps[place] = slice(first, end, step).indices(x.axes.shape[axis])
-    return writer.result("STRIDED_SLICE", [tensor, *map(writer.numbers, (begin, stop, steps))], shape, x.grid)
+    return writer.sliced(x, shape, {axis % len(shape): slice(first, end, step)})
 
 
 @moving
@@ -280,8 +306,42 @@ def splitting(writer: Writer, shapes: Any, x: Any, size: Any, axis: int = 0) -> 
     return [part(writer, shape, x, axis, end - shape[axis], end) for shape, end in zip(shapes, ends, strict=True)]
 
 
-def nearest(writer: Writer, shape: Shape, x: Any, *_: Any) -> Coded:
-    """RESIZE_NEAREST_NEIGHBOR."""
-    x = writer.coded(x, "an interpolation")
-    inputs = [writer.stored(x), writer.numbers(shape[2:])]
-    return writer.result("RESIZE_NEAREST_NEIGHBOR", inputs, shape, x.grid)
+def rearranged(split: Callable[..., Sequence[int]], order: Sequence[int]) -> Handler:
+    """Axes split, permuted and merged; `split` has the shape of the result, and the call's number."""
+
+    def handler(writer: Writer, shape: Shape, x: Any, number: int) -> Any:
+        return view(writer, shape, permutation(writer, (), view(writer, split(*shape, number), x), order))
+
+    return handler
+
+
+def resized(kind: str, **options: bool) -> Handler:
+    """RESIZE_NEAREST_NEIGHBOR or RESIZE_BILINEAR, on the grid of x."""
+
+    def handler(writer: Writer, shape: Shape, x: Any, _: Any, *args: Any) -> Coded:
+        x, (*corners, factors) = writer.coded(x, "an interpolation"), args
+        for size, wanted, factor in zip(x.axes.shape[2:], shape[2:], factors or (), strict=False):
+            if round(size * factor, 6) != wanted:
+                said = f"torch resizes {size} pixels to {wanted} by {factor:g} and LiteRT by the ratio of the sizes"
+                raise UnwritableError(f"{said}; give size=, or recompute_scale_factor=True")
+        corner = {"alignCorners": corners[0], "halfPixelCenters": not corners[0]} if corners else options
+        return writer.result(kind, [writer.stored(x), writer.numbers(shape[2:])], shape, x.grid, **corner)
+
+    return handler
+
+
+def of_rows(handler: Handler, first: Sequence[int | None]) -> Handler:
+    """A handler for three axes, from that for images: of one row; `first` is what arguments behind x have for rows."""
+
+    def wide(value: Any, first: int | None) -> Any:
+        if isinstance(value, Weight) and value.codes.dim() == 3:
+            return replace(value, codes=value.codes.unsqueeze(2))
+        return [first, *value] if first is not None and isinstance(value, (list, tuple)) and value else value
+
+    def on_rows(writer: Writer, shape: Shape, x: Any, *args: Any) -> Any:
+        x = writer.coded(x, "a layer")
+        image = moved(x, (*x.axes.shape[:-1], 1, x.axes.shape[-1]), writer)
+        given = [wide(*each) for each in zip_longest(args, first[: len(args)])]
+        return view(writer, shape, handler(writer, (*shape[:-1], 1, shape[-1]), image, *given))
+
+    return on_rows

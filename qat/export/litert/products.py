@@ -47,6 +47,30 @@ def convolution(
     return Pending(emit, "a convolution")
 
 
+def transposed_convolution(
+    writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None, stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0), _: Any = None, groups: int = 1, dilation: Sequence[int] = (1, 1),
+) -> Pending:  # fmt: skip
+    """TRANSPOSE_CONV, and where torch's margins are not LiteRT's, a STRIDED_SLICE of more pixels."""
+    if groups != 1 or any(each != 1 for each in dilation):
+        raise UnwritableError("LiteRT's TRANSPOSE_CONV has neither groups nor dilation")
+    x = _operands(writer, x, weight, bias)
+    steps, first, kernel = pair(stride), pair(padding), weight.codes.shape[2:]
+    sizes = list(zip(x.axes.shape[2:], shape[2:], steps, first, kernel, strict=True))
+    same = all(fit == size * step and before == max(k - step, 0) // 2 for size, fit, step, before, k in sizes)
+    full = [max((size - 1) * step + k, fit + before) for size, fit, step, before, k in sizes]
+    wide = shape if same else (*shape[:2], *full)
+
+    def emit(grid: Grid, low: float, high: float) -> Coded:
+        codes, biases = _parameters(writer, weight, weight.codes.permute(1, 2, 3, 0), 0, bias, grid)
+        inputs = [writer.numbers([wide[axis] for axis in layout(4)]), codes, writer.stored(x), biases]
+        options: dict[str, Any] = {"padding": SAME if same else VALID, "strideH": steps[0], "strideW": steps[1]}
+        found = writer.result("TRANSPOSE_CONV", inputs, wide, grid, (low, high), **options)
+        return writer.sliced(found, shape, {k + 2: slice(first[k], first[k] + shape[k + 2]) for k in (0, 1)})
+
+    return Pending(emit, "a transposed convolution")
+
+
 def linear(writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None) -> Pending:
     """FULLY_CONNECTED. Where the inputs are a flattened image, the columns of the weight are put in its order."""
     x = _operands(writer, x, weight, bias)

@@ -20,7 +20,7 @@ class ReadFile:
         from ai_edge_litert import schema_py_generated as schema
 
         if not schema.Model.ModelBufferHasIdentifier(data, 0):
-            raise ValueError("it is no .tflite file")
+            raise ValueError("it is no .tflite file; qat.export_litert writes one")
         self._model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data))
         self._graph = self._model.subgraphs[0]
         self._kinds = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}

@@ -10,9 +10,9 @@ from qat.export.litert import operations as of
 from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
 from qat.export.litert.operators import quantize  # noqa: F401 - registers the operators
-from qat.export.litert.products import convolution, linear, matmul
-from qat.export.litert.values import ANY, PREPARE_FOR_IT, Coded, Pending, UnwritableError, Weight, Writer
-from qat.torch_internals import UNSAFE_VIEW_OPERATOR, pytree
+from qat.export.litert.products import convolution, linear, matmul, transposed_convolution
+from qat.export.litert.values import Coded, Pending, UnwritableError, Weight, Writer
+from qat.torch_internals import NEAREST_EXACT_OPERATORS, UNSAFE_VIEW_OPERATOR, pytree
 
 aten, qat = torch.ops.aten, torch.ops.qat
 
@@ -55,10 +55,32 @@ HANDLERS: dict[Any, Any] = {
     aten.select.int: of.chosen,
     aten.split.Tensor: of.splitting,
     aten.split_with_sizes.default: of.splitting,
-    aten.upsample_nearest2d.vec: of.nearest,
+    aten.maximum.default: of.extreme("MAXIMUM"),
+    aten.minimum.default: of.extreme("MINIMUM"),
+    aten.leaky_relu.default: of.leaky_relu,
+    aten.conv_transpose2d.input: transposed_convolution,
+    aten.pixel_shuffle.default: of.rearranged(lambda n, c, h, w, r: (n, c, r, r, h // r, w // r), (0, 1, 4, 2, 5, 3)),
+    aten.pixel_unshuffle.default: of.rearranged(lambda n, c, h, w, r: (n, c // r**2, h, r, w, r), (0, 1, 3, 5, 2, 4)),
+    aten.channel_shuffle.default: of.rearranged(lambda n, c, h, w, g: (n, g, c // g, h, w), (0, 2, 1, 3, 4)),
+    aten.upsample_nearest2d.vec: of.resized("RESIZE_NEAREST_NEIGHBOR"),
+    NEAREST_EXACT_OPERATORS[1].vec: of.resized("RESIZE_NEAREST_NEIGHBOR", halfPixelCenters=True),
+    aten.upsample_bilinear2d.vec: of.resized("RESIZE_BILINEAR"),
     operator.getitem: lambda writer, shape, values, index: values[index],
 }
 """What writes a call of torch."""
+
+ROWS: dict[Any, tuple[Any, tuple[int | None, ...]]] = {
+    aten.conv1d.default: (aten.conv2d.default, (None, None, 1, 0, 1)),
+    aten.conv1d.padding: (aten.conv2d.padding, (None, None, 1, None, 1)),
+    aten.conv_transpose1d.default: (aten.conv_transpose2d.input, (None, None, 1, 0, 0, None, 1)),
+    aten.max_pool1d.default: (aten.max_pool2d.default, (1, 1, 0, 1)),
+    aten.avg_pool1d.default: (aten.avg_pool2d.default, (1, 1, 0)),
+    aten.adaptive_avg_pool1d.default: (aten.adaptive_avg_pool2d.default, (1,)),
+    aten.upsample_nearest1d.vec: (aten.upsample_nearest2d.vec, (1, 1)),
+    NEAREST_EXACT_OPERATORS[0].vec: (NEAREST_EXACT_OPERATORS[1].vec, (1, 1)),
+    aten.upsample_linear1d.vec: (aten.upsample_bilinear2d.vec, (1, None, 1)),
+}
+HANDLERS |= {row: of.of_rows(HANDLERS[image], first) for row, (image, first) in ROWS.items()}
 
 
 class Translation(fx.Interpreter):
@@ -70,21 +92,26 @@ class Translation(fx.Interpreter):
         self.writer, self.file, self.integer_ends = writer, writer.file, integer_ends
         self.inputs: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
+        self.refused: dict[str, str] = {}  # by module or call, why it cannot be written
         self._named: set[int] = set()
         self.run(enable_io_processing=False)
         ends = [node for node in self.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)]
         self.inputs = {node.name: self._float_input(node) for node in ends}  # in forward's order
 
     def run_node(self, node: fx.Node) -> Any:
-        """The value of a node; those of constants are tensors, those of inputs the nodes themselves."""
+        """The value of a node; those of constants are tensors."""
         if node.op == "placeholder":
-            return node
+            return Pending(lambda *bounds: self._input(node, *bounds), "an input")
         if node.op not in ("call_function", "output"):
             return super().run_node(node).detach()
         try:
             return self._value(node, *self.fetch_args_kwargs_from_env(node))
         except UnwritableError as error:
-            raise ValueError(f"export_litert: {_place(node)}: {error}") from None
+            place = _place(node)
+            self.refused[place.partition(" (")[0]] = f"{place}: {error}"
+            grid = Grid(1.0, 0, LOWEST, HIGHEST)  # of stand-ins, so that what reads them is looked at too
+            made = self.writer.result
+            return pytree.tree_map_only(Tensor, lambda x: made("", [], tuple(x.shape), grid), node.meta.get("val"))
 
     def _value(self, node: fx.Node, args: Any, options: Any) -> Any:
         if node.op == "output":
@@ -94,11 +121,9 @@ class Translation(fx.Interpreter):
         if node.target is qat.litert_dequantize.default:
             return args[0] if isinstance(args[0], Coded) else Weight(*args)
         read = pytree.tree_leaves((args, options))
-        if not any(isinstance(each, (Coded, Pending, fx.Node, Weight)) for each in read):
+        if not any(isinstance(each, (Coded, Pending, Weight)) for each in read):
             compute: Any = node.target  # of constants alone
             return compute(*args, **options)
-        if any(isinstance(each, fx.Node) for each in read):
-            raise UnwritableError(f"it reads an input of the model, which lies on no grid; {PREPARE_FOR_IT}")
         if node.target not in HANDLERS:
             raise UnwritableError("LiteRT has no integer operator for it, or none that is written here")
         shape = pytree.tree_map(lambda each: tuple(each.shape), node.meta["val"])
@@ -111,8 +136,6 @@ class Translation(fx.Interpreter):
         grid = Grid.of(scale, zero_point, low, high)
         if isinstance(x, Pending):
             made = x.emit(grid, x.low, x.high)
-        elif isinstance(x, fx.Node):
-            made = self._input(x, grid)
         else:
             made = self.writer.requantized(self.writer.coded(x, "a quantizer"), grid)
         if made.tensor not in self._named:
@@ -123,16 +146,18 @@ class Translation(fx.Interpreter):
             self._named.add(made.tensor)
         return made
 
-    def _input(self, x: fx.Node, grid: Grid) -> Coded:
+    def _input(self, x: fx.Node, grid: Grid, low: float, high: float) -> Coded:
         """An input of the file."""
         axes = Axes.stored(x.meta["val"].shape)
+        if grid is FLOAT:
+            raise UnwritableError(f"no quantizer reads the input {x.name!r}")
         if self.integer_ends:
             shape = [axes.shape[axis] for axis in layout(len(axes.dims))]
             if x.name in self.inputs:
                 raise UnwritableError(f"the input {x.name!r} has several grids; export it with float ends")
             self.inputs[x.name] = tensor = self.file.tensor(x.name, shape, "INT8", grid)
-            return self.writer.clipped(Coded(tensor, axes, grid), grid.low, grid.high, (LOWEST, HIGHEST))
-        return self.writer.result("QUANTIZE", [self._float_input(x)], axes.shape, grid, ANY)
+            return self.writer.clipped(Coded(tensor, axes, grid), grid.code(low), grid.code(high), (LOWEST, HIGHEST))
+        return self.writer.result("QUANTIZE", [self._float_input(x)], axes.shape, grid, (low, high))
 
     def _float_input(self, x: fx.Node) -> int:
         """The tensor of an input: the one that it has, or one of floats."""
@@ -148,7 +173,7 @@ class Translation(fx.Interpreter):
                 value = value.emit(FLOAT, value.low, value.high)
             if not isinstance(value, Coded):
                 what = value.operation if isinstance(value, Pending) else "a constant"
-                raise UnwritableError(f"number {number} is {what} that no quantizer follows; {PREPARE_FOR_IT}")
+                raise UnwritableError(f"number {number} is {what} that no quantizer follows")
             tensor = self.writer.stored(value)
             if not self.integer_ends:
                 tensor = self.file.in_float(tensor)

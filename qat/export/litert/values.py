@@ -1,7 +1,7 @@
 """What the nodes of a traced graph stand for while a file is written, and the operators that bring it there."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,6 @@ Shape = tuple[int, ...]
 ANY = (-math.inf, math.inf)
 FUSED = {None: "NONE", ANY: "NONE", (0.0, math.inf): "RELU", (0.0, 6.0): "RELU6"}
 """What bounds a result in float."""
-
-PREPARE_FOR_IT = "prepare the model with QuantRecipe(target='litert')"
 
 
 class UnwritableError(ValueError):
@@ -106,7 +104,7 @@ class Writer:
         if grid is FLOAT:
             inputs, name = [self.file.in_float(each) for each in inputs], FUSED.get(values, "")
             if not name or (name != "NONE" and not fuses):
-                raise UnwritableError(f"no quantizer follows the bounds of a result of {kind}; {PREPARE_FOR_IT}")
+                raise UnwritableError(f"no quantizer follows the bounds of a result of {kind}")
         elif values is not None:
             low, high = map(grid.code, values)
         if fuses and grid is not FLOAT:
@@ -124,6 +122,14 @@ class Writer:
         self.file.operator(kind, inputs, made, numSplits=count)
         return [Coded(tensor, Axes.stored(shape), grid) for tensor in made]
 
+    def sliced(self, x: Coded, shape: Shape, kept: Mapping[int, slice]) -> Coded:
+        """What slices along torch axes keep of x, in this shape: STRIDED_SLICE."""
+        if shape == x.axes.shape:
+            return x
+        bounds = [kept.get(axis, slice(None)).indices(x.axes.shape[axis]) for axis in layout(len(shape))]
+        inputs = [self.stored(x), *map(self.numbers, zip(*bounds, strict=True))]
+        return self.result("STRIDED_SLICE", inputs, shape, x.grid)
+
     def clipped(self, x: Coded, low: int, high: int, held: tuple[int, int]) -> Coded:
         """x with its integers within low .. high, where they are within `held` already."""
         for kind, bound, needed in (("MAXIMUM", low, low > held[0]), ("MINIMUM", high, high < held[1])):
@@ -134,16 +140,18 @@ class Writer:
                 x = Coded(made, x.axes, x.grid)
         return x
 
-    def requantized(self, x: Coded, grid: Grid, values: tuple[float, float] = ANY) -> Coded:
-        """x on another grid, within these values; what is to be float32 stays as it is."""
+    def requantized(self, x: Coded, grid: Grid, values: tuple[float, float] = ANY, factor: float = 1.0) -> Coded:
+        """x times a number on another grid, within these values; what is to be float32 stays as it is."""
         if grid is FLOAT:
             return x
         low, high = map(grid.code, values)
-        if (x.grid.scale, x.grid.zero_point) == (grid.scale, grid.zero_point):
+        if (x.grid.scale, x.grid.zero_point, factor) == (grid.scale, grid.zero_point, 1.0):
             return self.clipped(x, low, high, (x.grid.low, x.grid.high))
         # x * 1, since XNNPACK's QUANTIZE keeps 8 bits of the ratio of the scales.
         made = self._new("quantize", self.file.shapes[x.tensor], grid)
-        one = self._constant("one", np.array([1], np.int8), Grid(1.0, 0, LOWEST, HIGHEST))
+        size = 1 if factor == 1.0 else 64  # fixed point rounds a larger product with less loss
+        code, step = np.array([size * np.sign(factor)], np.int8), (abs(factor) or 1.0) / size
+        one = self._constant("one", code, Grid(step, 0, LOWEST, HIGHEST))
         self.file.operator("MUL", [x.tensor, one.tensor], [made])
         return self.clipped(Coded(made, x.axes, grid), low, high, (LOWEST, HIGHEST))
 
@@ -157,7 +165,7 @@ class Writer:
             grid = Grid(float(x.scale), int(x.zero_point or 0) - first, LOWEST, HIGHEST)
             return self._constant(x.layer or "parameter", (x.codes.int() - first).numpy().astype(np.int8), grid)
         if not isinstance(x, Coded):
-            raise UnwritableError(f"{operation} reads a tensor that lies on no grid; {PREPARE_FOR_IT}")
+            raise UnwritableError(f"{operation} reads a tensor that lies on no grid")
         return x
 
     def _constant(self, name: str, codes: Any, grid: Grid) -> Coded:

@@ -1,6 +1,7 @@
 """From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
 
 import copy
+import warnings
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 import qat
 from qat.contexts import evaluating
 from qat.export.checks import check_exportable, sample_for
+from qat.export.litert.exporter import UnwritableWarning
 from qat.inputs import model_device
 from qat.quantizer.registry import quantizer_class
 from qat.recipe import QuantRecipe
@@ -44,9 +46,11 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
             quantizer_class(spec.rule)
     example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
     try:
-        prepared = qat.prepare(model, recipe, example)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnwritableWarning)  # hours of training would end without a file
+            prepared = qat.prepare(model, recipe, example)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
-    except ValueError as error:
+    except (ValueError, UnwritableWarning) as error:
         raise UserError(f"{config.model.name}: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
         raise UserError(f"model.name: {config.model.name} cannot be prepared ({reason(error)})") from error

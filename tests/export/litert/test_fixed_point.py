@@ -24,7 +24,23 @@ from qat.export.litert.reading import ReadFile
 from tests.export.litert.test_litert import NETS, Lambda, prepared
 
 REFUSED = {"hard ones", "linear and hardswish", "softmax", "nearest"}
+
+
+class Functional(nn.Module):
+    """A padding word of a function, and an argument that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(6, 4, 3, 5)), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.relu(F.conv2d(x, self.weight, padding="same"))
+        return self.last(y if mask is None else y * mask)
+
+
 OTHERS = {
+    "a padding word and an optional argument (point 22)": Functional(),
+    "begins with margins (point 22)": nn.Sequential(nn.ZeroPad2d(1), nn.Conv2d(4, 6, 3)),
     "basic blocks": nn.Sequential(
         BasicBlock(4, 4),
         BasicBlock(4, 8, 2, nn.Sequential(nn.Conv2d(4, 8, 1, 2), nn.BatchNorm2d(8))),
