@@ -10,7 +10,6 @@ from qat.export.checks import check_exportable, warn_of_hooks
 from qat.functional.tensors import require_floating
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy
-from qat.integers.fixed_program import fixed_program
 from qat.integers.freezing import freeze
 from qat.integers.frozen import FreezingError, FrozenLayer, FrozenQuantizer, Operations
 from qat.integers.merging import merged
@@ -22,7 +21,6 @@ from qat.preparation.refusals import wrapped
 from qat.torch_internals import children_of, decomposed_operators, parameters_of
 
 Execution = Literal["onednn", "reference", "export"]
-Requantization = Literal["float32", "fixed_point"]
 
 
 class IntegerModel(nn.Module):
@@ -50,7 +48,7 @@ class IntegerModel(nn.Module):
 
 
 @in_full_precision
-def convert(model: nn.Module, execution: Execution = "onednn", requantize: Requantization = "float32") -> IntegerModel:
+def convert(model: nn.Module, execution: Execution = "onednn") -> IntegerModel:
     """A plain module that computes what the model's evaluation does, from integers alone.
 
     It holds no quantizer and no float weight of a quantized layer: weights are int8, biases int32 values, and a
@@ -71,14 +69,11 @@ def convert(model: nn.Module, execution: Execution = "onednn", requantize: Requa
               linear layers and 1x1 convolutions multiply int8 (`torch._int_mm`), where a trial found that exact.
             - "export": `torch.ops.quantized_decomposed` around float operators, the form that torch.export hands to
               torch.compile, AOTInductor and ExecuTorch. Biases are floats there.
-        requantize: how "reference" brings sums from grid to grid: in "float32", as the model does, or in "fixed_point",
-            with the multiplier and shift of microcontrollers. Then all integers, and outputs on grids, are those of
-            TensorFlow Lite Micro's reference kernels on the file that `export_litert` writes of the model.
 
     Raises:
         TypeError: if the model holds no quantizer.
-        ValueError: for another execution, if the model was prepared in parts, if a quantizer has no integers of at
-            most 8 bits, or if fixed point is not defined for an operation, which is named.
+        ValueError: for another execution, if the model was prepared in parts, or if a quantizer has no integers of at
+            most 8 bits.
 
     >>> import qat
     >>> x = torch.rand(8, 3, 8, 8)
@@ -91,28 +86,21 @@ def convert(model: nn.Module, execution: Execution = "onednn", requantize: Requa
     expect_model(convert, model)
     if execution not in get_args(Execution):
         raise ValueError(f"convert: execution must be one of {', '.join(get_args(Execution))}, got {execution!r}")
-    if requantize not in get_args(Requantization):
-        names = ", ".join(get_args(Requantization))
-        raise ValueError(f"convert: requantize must be one of {names}, got {requantize!r}")
-    if requantize == "fixed_point" and execution != "reference":
-        raise ValueError(f"convert: fixed point is computed with execution='reference', got {execution!r}")
     inside = wrapped(model)
     model = model if inside is None else inside[1]
     check_exportable(model, "convert")
     warn_of_hooks(model, "convert")
     try:
         with torch.inference_mode(False), torch.no_grad():
-            return IntegerModel(_converted(evaluation_copy(model), execution, requantize), execution)
+            return IntegerModel(_converted(evaluation_copy(model), execution), execution)
     except FreezingError as error:
         raise ValueError(f"convert: {error}") from None
 
 
-def _converted(evaluated: nn.Module, execution: Execution, requantize: Requantization) -> nn.Module:
+def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
     """The integers of an `evaluation_copy`; what no product computes on codes is frozen as it is."""
     exported, graph = execution == "export", evaluated
-    if requantize == "fixed_point":
-        graph = fixed_program(evaluated)
-    elif isinstance(evaluated, fx.GraphModule) and not exported:
+    if isinstance(evaluated, fx.GraphModule) and not exported:
         graph = integer_program(evaluated) or evaluated
     frozen = freeze(graph, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):

@@ -59,7 +59,7 @@ class Chain(NamedTuple):
 
     Attributes:
         kind: what computes them: a layer, a sum or product, a table, a table for each tensor of a concatenation,
-            another operation (in fixed point), or the quantizer alone from floats.
+            or the quantizer alone from floats.
         start: the layer, the sum, product or concatenation; of a table and of floats what they read.
         steps: the nodes that the program leaves out.
         clip: floor and ceiling before the quantizer.
@@ -183,8 +183,7 @@ class Writer:
         grid = self._grid(x)
         assert isinstance(x, fx.Node) and grid is not None and geometry is not None
         integers = integers_of(node, layer, self.values)
-        make = Product if to is None else self.product
-        return self._call(make(layer, geometry, integers, self.grids[grid], clip, to), self._coded(x))
+        return self._call(Product(layer, geometry, integers, self.grids[grid], clip, to), self._coded(x))
 
     # ---- quantizers ----
 

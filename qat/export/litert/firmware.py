@@ -1,6 +1,7 @@
 """What firmware needs of a .tflite file: its bytes as C, the multipliers of its kernels, and its memory."""
 
 import csv
+import math
 import os
 import re
 import subprocess
@@ -11,9 +12,21 @@ from typing import Any
 
 from qat.export.litert.engines import open_micro
 from qat.export.litert.reading import ReadFile
-from qat.integers.fixed_point import quantized_multiplier
 
 COLUMNS = ("layer", "operator", "channel", "multiplier", "shift", "input_zero_point", "output_zero_point")
+
+
+def quantized_multiplier(real: float) -> tuple[int, int]:
+    """The multiplier of 31 bits and the shift with real = multiplier * 2**(shift - 31), nearly.
+
+    >>> quantized_multiplier(0.75), quantized_multiplier(1.0)
+    ((1610612736, 0), (1073741824, 1))
+    """
+    fraction, shift = math.frexp(real)
+    multiplier = math.floor(fraction * 2**31 + 0.5)
+    if multiplier == 2**31:
+        multiplier, shift = 2**30, shift + 1
+    return (multiplier, shift) if shift >= -31 else (0, 0)
 
 
 def write_multipliers(data: bytes, path: Path) -> None:

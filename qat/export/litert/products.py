@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from qat.export.litert.axes import Axes, layout
-from qat.export.litert.file import FLOAT, LOWEST, Array, Grid
+from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Array, Grid
 from qat.export.litert.values import Coded, Pending, Shape, UnwritableError, Weight, Writer
-from qat.integers.fixed_point import headroom
 
 SAME, VALID = 0, 1
 """The schema's numbers."""
+
+LARGEST_BIAS = 2**30
 
 
 def convolution(
@@ -168,3 +169,14 @@ def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: 
         writer.file.constant(name, values * np.int8(factor), channels=channels, packed=packed),
         writer.file.constant(f"{name}.bias", wide, channels=(steps, 0)),
     ]
+
+
+def headroom(weight: Tensor, bias: Tensor) -> int:
+    """The largest power of two by which int8 weights, and a bias within 2**30, can be multiplied.
+
+    A sum that is rounded twice, the first time to its unit, then loses nothing the first time.
+    """
+    factor, weight_size, bias_size = 1, max(int(weight.int().abs().max()), 1), int(bias.long().abs().max())
+    while 2 * factor * weight_size <= HIGHEST and 2 * factor * bias_size <= LARGEST_BIAS:
+        factor *= 2
+    return factor
