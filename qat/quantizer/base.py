@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qat.collectives import rank_count
 from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
-from qat.functional.tensors import overwrite, require_floating
+from qat.functional.tensors import LARGEST_SCALE, overwrite, require_floating
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
@@ -93,6 +93,9 @@ class Quantizer(nn.Module):
     drawn: ClassVar[tuple[str, ...]] = ()
     """What `curves` shows besides the parameters of `add_positive`."""
 
+    lr_factors: ClassVar[dict[str, float]] = {}
+    """Learned parameters in another unit than x, by name: the factor on lr that `parameter_groups` gives them."""
+
     options_type: ClassVar[type] = NoOptions
     """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
 
@@ -122,6 +125,10 @@ class Quantizer(nn.Module):
         self.options = read_options(spec.rule, self.options_type, spec.options)
         self.check_spec()
         self.add_parameters(device)
+        if spec.grad_scale != "sample" and not list(self.parameters()):
+            raise ValueError(
+                f"rule {spec.rule!r} learns nothing of {role}s: grad_scale={spec.grad_scale!r} has no effect there"
+            )
         self.fixed_delta = DEFAULT_EWGS_DELTA if spec.ewgs_delta is None else spec.ewgs_delta
         if spec.ewgs == "hessian":
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
@@ -164,7 +171,13 @@ class Quantizer(nn.Module):
         self._positive.append(name)
 
     def set_positive(self, name: str, values: Tensor) -> None:
-        """Give the parameter of `add_positive` a calibrated value, in place."""
+        """Give the parameter of `add_positive` a calibrated value, in place; a ValueError for one beyond its limit."""
+        limit = min(LARGEST_SCALE, torch.finfo(getattr(self, name).dtype).max)
+        if bool((values > limit).any()):
+            raise ValueError(
+                f"the values need {name}={float(values.max()):.3g}, which acts as at most {limit:.3g}; scale the data,"
+                " or use the rule 'minmax'"
+            )
         getattr(self, name).copy_(values)
         getattr(self, f"smallest_{name}").copy_(getattr(self, name) * FLOOR_SHARE)
 
@@ -227,6 +240,10 @@ class Quantizer(nn.Module):
         value = positive_scale(getattr(self, name), getattr(self, f"smallest_{name}"))
         # A step of the optimizer then multiplies it, as it would with the logarithm as the parameter.
         return scale_gradient(value, value.detach().square()) if self.relative_steps else value
+
+    def learned(self, name: str, x: Tensor) -> Tensor:
+        """The parameter of `add_positive` as it acts, its gradient times `gradient_factor`."""
+        return scale_gradient(self.positive(name), self.gradient_factor(x))
 
     @torch.no_grad()
     def repair(self) -> None:
@@ -296,7 +313,7 @@ class Quantizer(nn.Module):
         count = math.prod(x.shape[1:] if of_sample else x.shape) // math.prod(self.shape)
         if self.role == "activation" and choice == "batch":
             count *= rank_count()
-        return 1.0 / math.sqrt(max(count, 1) * self.spec.qmax)
+        return 1.0 / math.sqrt(max(count, 1) * max(self.spec.qmax, 1))
 
     def extra_repr(self) -> str:
         """The grid, for print(model)."""
