@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qat.analysis.statistics import warn_of_losses
-from qat.batch_norm import batch_norms
+from qat.batch_norm import warn_of_new_norms
 from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
@@ -100,7 +100,7 @@ def calibrate(
     ]  # fmt: skip
     if not quantizers and not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
-    _warn_of_new_norms(model)
+    warn_of_new_norms(model)
     with _unchanged_on_error(model, bool(steps)), first_calls(traced_parts(model).values()) as calls:
         _take(model, given, [step for step in steps if step.before_ranges])
         with evaluating(model):  # weights first: activations are observed behind the weights that will be used
@@ -119,18 +119,6 @@ def calibrate(
         check_own_twins(model, calls)
         check_parts(model, calls)
     reshard(model)  # an optimizer may be created next
-
-
-def _warn_of_new_norms(model: nn.Module) -> None:
-    """Name the BatchNorms that nothing ran through: ranges found behind them fit no later step."""
-    names = {norm: name for name, norm in model.named_modules()}
-    # By their statistics, since a checkpoint may come without the count of batches.
-    new = [each for each in batch_norms(model) if not each.running_mean.any() and bool((each.running_var == 1).all())]
-    if new:
-        log.warning(
-            "calibrate: %d BatchNorms have seen no batch and pass their input as it is (%s); train the float model"
-            " first, or call qat.reestimate_batch_norm(model, batches)", len(new), some([names[each] for each in new]),
-        )  # fmt: skip
 
 
 def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None:
@@ -210,8 +198,7 @@ def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, Ra
     """Set the ranges in the order in which the model ran, so that an error names the quantizer where NaN began."""
     found = []
     for name, quantizer in quantizers:
-        observer = observers[name]
-        extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
+        observer, extremes = observers[name], quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = [torch.from_numpy(part) for part in of_all_ranks(observer.values(extremes).numpy())]
         turns, elements = zip(*of_all_ranks((observer.turn, observer.elements)), strict=True)
         # A rank without batches has 0 elements, and the last turn of all.

@@ -18,8 +18,7 @@ MOST_BITS = 16
 SMALLEST_SCALE = 1e-12
 """A learned scale never acts as less than this: still a normal float32 after multiplication with another one."""
 
-LARGEST_SCALE = 1e18
-"""Nor as more than this: the product of two, and the square of one, are still finite in float32."""
+LARGEST_SCALE = 1e18  # the product of two, and the square of one, are still finite in float32
 
 
 class STEFunction(torch.autograd.Function):

@@ -34,12 +34,9 @@ class CrossLayerEqualization:
     quantizer in between, whose result nothing else reads. ReLU6, a norm that is not folded, or a frozen range let no
     factor pass; the pairs that they keep apart are counted. All ranges are found behind it.
 
-    Where a BatchNorm follows W1, the grid holds W1 itself and not the folded weight, and the BatchNorm takes any factor
-    exactly. So every channel of such a W1 gets the range of the largest, pair or not, by its statistics and gamma:
-
-        t = r1 / max(r1);    W1, b1, mean, var <- W1 / t, b1 / t, mean / t, var / t^2
-
-    and gamma and beta take s = max(r2) / r2, which evens W2.
+    A BatchNorm behind W1 takes any factor exactly, and the grid holds W1 before it is folded. So such a W1 gets one
+    range, in a pair or not, with t = r1 / max(r1): W1, b1, mean, var <- W1 / t, b1 / t, mean / t, var / t^2, and gamma
+    what eps leaves; and gamma and beta take s = max(r2) / r2, which evens W2.
 
     It is for weights with one scale per tensor. Those with a scale per channel gain only on the side of W2, and of the
     activations between.

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from qat.collectives import rank_count
 from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
-from qat.functional.tensors import LARGEST_SCALE, overwrite, require_floating
+from qat.functional.tensors import overwrite, require_floating
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
-from qat.ranges import initial_range, scale_and_zero_point
+from qat.ranges import initial_range, require_in_reach, scale_and_zero_point
 from qat.spec import QuantSpec, Role, default_spec
 from qat.torch_internals import FORWARD_HOOKS, hooks_of, note_in_state
 
@@ -28,8 +28,7 @@ DEFAULT_EWGS_DELTA = 1e-3
 """The smallest of the paper's (arXiv:2104.00903)."""
 
 FLOOR_SHARE = 1 / 32
-"""A learned scale acts as at least this share of the one it started from: below it a tensor is as good as switched
-off, and with its ReLUs dead no gradient would ever bring it back."""
+"""A learned scale acts as at least this share of its first one: below it ReLUs are dead, and no gradient comes back."""
 
 SWITCHES = ("disabled", "frozen")
 """Keys of a quantizer in the state dict, there only while the switch is set."""
@@ -126,9 +125,7 @@ class Quantizer(nn.Module):
         self.check_spec()
         self.add_parameters(device)
         if spec.grad_scale != "sample" and not list(self.parameters()):
-            raise ValueError(
-                f"rule {spec.rule!r} learns nothing of {role}s: grad_scale={spec.grad_scale!r} has no effect there"
-            )
+            raise ValueError(f"rule {spec.rule!r} learns nothing of {role}s: {spec.grad_scale=} has no effect")
         self.fixed_delta = DEFAULT_EWGS_DELTA if spec.ewgs_delta is None else spec.ewgs_delta
         if spec.ewgs == "hessian":
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
@@ -172,13 +169,7 @@ class Quantizer(nn.Module):
 
     def set_positive(self, name: str, values: Tensor) -> None:
         """Give the parameter of `add_positive` a calibrated value, in place; a ValueError for one beyond its limit."""
-        limit = min(LARGEST_SCALE, torch.finfo(getattr(self, name).dtype).max)
-        if bool((values > limit).any()):
-            raise ValueError(
-                f"the values need {name}={float(values.max()):.3g}, which acts as at most {limit:.3g}; scale the data,"
-                " or use the rule 'minmax'"
-            )
-        getattr(self, name).copy_(values)
+        getattr(self, name).copy_(require_in_reach(name, values))
         getattr(self, f"smallest_{name}").copy_(getattr(self, name) * FLOOR_SHARE)
 
     def add_zero_point(self, start: Tensor) -> None:
@@ -311,8 +302,7 @@ class Quantizer(nn.Module):
         of_sample = self.role == "activation" and choice == "sample" and x.dim() > 1
         # Without the batch's size, which torch.compile would otherwise have to look at in every step.
         count = math.prod(x.shape[1:] if of_sample else x.shape) // math.prod(self.shape)
-        if self.role == "activation" and choice == "batch":
-            count *= rank_count()
+        count *= rank_count() if self.role == "activation" and choice == "batch" else 1
         return 1.0 / math.sqrt(max(count, 1) * max(self.spec.qmax, 1))
 
     def extra_repr(self) -> str:

@@ -126,7 +126,7 @@ def test_the_size_of_a_tensor_changes_nothing(role, spec, size):
 def test_what_is_too_large_for_a_learned_scale_is_a_sentence():
     """Point 58."""
     x = tensor_of("activation", specs.ACTIVATIONS["lsq"])
-    with pytest.raises(ValueError, match=r"'': the values need scale=.*e\+28, which acts as at most 1e\+18; scale"):
+    with pytest.raises(ValueError, match=r"'': scale would be .*e\+28, and acts as at most 1e18; use"):
         specs.fitted("activation", specs.ACTIVATIONS["lsq"], x * 1e30)
     quantizer = specs.fitted("activation", specs.ACTIVATIONS["minmax"], x * 1e30)
     assert (quantizer.eval()(x * 1e30) / 1e30 - x).norm() / x.norm() < 0.1

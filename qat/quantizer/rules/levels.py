@@ -119,12 +119,8 @@ class N2UQQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`n2uq_quantize`."""
-        factor = self.gradient_factor(x)
-        start, widths, step = (
-            scale_gradient(part, factor)
-            for part in (self.finite_start(), self.positive("widths"), self.positive("step"))
-        )
-        return n2uq_quantize(x, start, widths, step, self.bounds()[0])
+        start = scale_gradient(self.finite_start(), self.gradient_factor(x))
+        return n2uq_quantize(x, start, self.learned("widths", x), self.learned("step", x), self.bounds()[0])
 
     def finite_start(self) -> Tensor:
         """Where the first segment starts; at the lowest level where the parameter is not finite."""

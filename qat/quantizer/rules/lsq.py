@@ -66,7 +66,6 @@ class LSQPlusQuantizer(Quantizer):
         """
         scale, zero_point = self.effective_scale(), self.finite_zero_point()
         if not self.relative_steps:
-            # The square of a smaller one has no reciprocal in float32.
             zero_point = scale_gradient(zero_point, scale.detach().clamp(min=SMALLEST_SCALE).square().reciprocal())
         return lsq_plus_quantize(x, scale, zero_point, *self.bounds(), self.gradient_factor(x))
 
