@@ -14,8 +14,6 @@ from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_b
 from qat.text import some
 from qat.torch_internals import AnyBatchNorm
 
-log = logging.getLogger("qat")
-
 
 @torch.no_grad()
 def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
@@ -197,7 +195,7 @@ def warn_of_new_norms(model: nn.Module) -> None:
     # By their statistics, since a checkpoint may come without the count of batches.
     new = {each for each in batch_norms(model) if not each.running_mean.any() and bool((each.running_var == 1).all())}
     if names := [name for name, each in model.named_modules() if each in new]:
-        log.warning(
+        logging.getLogger("qat").warning(
             "calibrate: %d BatchNorms have seen no batch and pass their input as it is (%s); train the float model"
             " first, or call qat.reestimate_batch_norm(model, batches)", len(names), some(names),
         )  # fmt: skip
