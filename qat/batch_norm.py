@@ -1,5 +1,6 @@
 """Running statistics of BatchNorm: computed anew for the weights as they are now, or frozen."""
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from qat.collectives import of_all_ranks, rank_count, reshard, summed
 from qat.contexts import evaluating
 from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_batch
+from qat.text import some
 from qat.torch_internals import AnyBatchNorm
 
 
@@ -186,6 +188,17 @@ def batch_norms(model: nn.Module, frozen: bool = False) -> list[Any]:
     """The BatchNorms of a model that keep running statistics, and whose statistics are frozen or are not."""
     norms = [each for each in model.modules() if isinstance(each, AnyBatchNorm) and each.running_mean is not None]
     return [each for each in norms if ("train" in vars(each)) == frozen]
+
+
+def warn_of_new_norms(model: nn.Module) -> None:
+    """Name the BatchNorms that nothing ran through: ranges found behind them fit no later step."""
+    # By their statistics, since a checkpoint may come without the count of batches.
+    new = {each for each in batch_norms(model) if not each.running_mean.any() and bool((each.running_var == 1).all())}
+    if names := [name for name, each in model.named_modules() if each in new]:
+        logging.getLogger("qat").warning(
+            "calibrate: %d BatchNorms have seen no batch and pass their input as it is (%s); train the float model"
+            " first, or call qat.reestimate_batch_norm(model, batches)", len(names), some(names),
+        )  # fmt: skip
 
 
 def copied_statistics(model: nn.Module) -> list[Tensor]:

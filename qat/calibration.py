@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from qat.analysis.statistics import warn_of_losses
+from qat.batch_norm import warn_of_new_norms
 from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone
 from qat.contexts import evaluating, first_calls, in_full_precision
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
@@ -100,6 +101,7 @@ def calibrate(
     ]  # fmt: skip
     if not quantizers and not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
+    warn_of_new_norms(model)
     with _unchanged_on_error(model, bool(steps)), first_calls(traced_parts(model).values()) as calls:
         _take(model, given, [step for step in steps if step.before_ranges])
         with evaluating(model):  # weights first: activations are observed behind the weights that will be used
@@ -197,8 +199,7 @@ def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, Ra
     """Set the ranges in the order in which the model ran, so that an error names the quantizer where NaN began."""
     found = []
     for name, quantizer in quantizers:
-        observer = observers[name]
-        extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
+        observer, extremes = observers[name], quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = [torch.from_numpy(part) for part in of_all_ranks(observer.values(extremes).numpy())]
         turns, elements = zip(*of_all_ranks((observer.turn, observer.elements)), strict=True)
         # A rank without batches has 0 elements, and the last turn of all.

@@ -10,6 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from qat.functional.tensors import LARGEST_SCALE
 from qat.kernels import plain_here
 from qat.kernels.cpu import quantizers
 from qat.spec import QuantSpec
@@ -56,6 +57,13 @@ def require_finite(values: Tensor, caller: str = "") -> None:
     """Refuse values from which no range can be found, since one is NaN or infinite."""
     if not bool(torch.isfinite(values).all()):
         raise NotFiniteError(f"{caller}the values hold NaN or infinity")
+
+
+def require_in_reach(name: str, values: Tensor) -> Tensor:
+    """Return the values of a learned scale if it can act as them."""
+    if bool((values > LARGEST_SCALE).any()):
+        raise ValueError(f"{name} would be {float(values.max()):.3g}, and acts as at most 1e18; use the rule 'minmax'")
+    return values
 
 
 def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,9 @@ class QuantSpec:
         init: how the first range is found: "minmax", "percentile", "mse" or "lsq" (2*mean|x|/sqrt(qmax)).
         percentile: with init="percentile", the percent of values below the upper bound, and above the lower one.
         grad_scale: N in LSQ's factor 1/sqrt(N*qmax) on the gradient of an activation's scale: elements per
-            "sample" (the paper), per "batch" (of all ranks), or "none" for a factor of 1 (weights too). "relative":
-            the factor is scale^2, so that a step changes the scale by a share of itself, as if its logarithm were
-            learned.
+            "sample" (the paper), per "batch" (of all ranks), or "none" for a factor of 1 (weights too; left open,
+            `pact` has it, whose gradient weighs against its decay). "relative": the factor is scale^2, so that a step
+            changes the scale by a share of itself, as if its logarithm were learned.
         ewgs: element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: "none", "fixed" with
             `ewgs_delta`, or "hessian" with a delta that `qat.update_ewgs` finds from the trace of the Hessian.
         ewgs_delta: delta of ewgs="fixed", >= 0, for residuals as a share of the grid's range; the paper's are 1e-3
@@ -161,10 +161,10 @@ class QuantSpec:
     def changed(self, change: Mapping[str, Any]) -> "QuantSpec":
         """The spec with other values of some fields. What belongs to the old values goes, unless it is given too.
 
-        That is: the options of another rule, the group size without groups, the delta of a fixed EWGS, the narrow
-        range of an unsigned grid and of one of 2 or 3 bits (a fourth or an eighth of all integers, which needs no
-        mirror image: int8 and int4 hold that; from few bits to more it comes back), and below 8 bits the extremes as a
-        range: they leave most values on zero.
+        That is: the options of another rule and its `grad_scale`, the group size without groups, the delta of a fixed
+        EWGS, the narrow range of an unsigned grid and of one of 2 or 3 bits (a fourth or an eighth of all integers,
+        which needs no mirror image: int8 and int4 hold that; from few bits to more it comes back), and below 8 bits
+        the extremes as a range: they leave most values on zero.
 
         Args:
             change: names of fields to values. None leaves a field as it is, but for group_size, ewgs_delta and
@@ -181,7 +181,7 @@ class QuantSpec:
         change = {name: value for name, value in change.items() if value is not UNSET or name not in _REQUIRED}
         dropped: dict[str, Any] = {}
         if change.get("rule", self.rule) != self.rule:
-            dropped["options"] = {}
+            dropped |= {"options": {}, "grad_scale": "none" if change["rule"] == "pact" else "sample"}
         if change.get("ewgs", "fixed") != "fixed":
             dropped["ewgs_delta"] = None
         if change.get("granularity", "group") != "group":

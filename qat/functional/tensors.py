@@ -18,7 +18,7 @@ MOST_BITS = 16
 SMALLEST_SCALE = 1e-12
 """A learned scale never acts as less than this: still a normal float32 after multiplication with another one."""
 
-LARGEST_SCALE = 1e12
+LARGEST_SCALE = 1e18  # the product of two, and the square of one, are still finite in float32
 
 
 class STEFunction(torch.autograd.Function):
@@ -180,7 +180,7 @@ def overwrite(parameter: Tensor, values: Tensor) -> None:
 class PositiveScaleFunction(STEFunction):
     """Read a learned scale as a positive, finite number, whatever the optimizer made of it.
 
-    Forward:    y = min(max(scale, smallest), 1e12); NaN is read as smallest
+    Forward:    y = min(max(scale, smallest), 1e18); NaN is read as smallest
     Backward:   dy/dscale = 1, but 0 where scale < smallest and a step against the gradient would lower it further
 
     So a scale that was driven below comes back as soon as the loss asks for more, and does not run away meanwhile.

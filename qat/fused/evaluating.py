@@ -32,6 +32,7 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.replacements import is_watched, module_names, scalar_attributes
 from qat.text import first_line
 from qat.torch_internals import buffers_of, children_of, hooks_of, parameters_of, pytree, versions_of
+from qat.tracing.randomness import rewinding
 
 log = logging.getLogger("qat")
 
@@ -102,7 +103,7 @@ class Evaluator:
         if self._proof is not None:
             program, evaluated = self._proof
             cause = "computed something else"
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), rewinding():
                 try:
                     same = not is_wanted() or agrees(
                         program, self.program, evaluated, *_sample(evaluated, args, kwargs)
@@ -141,7 +142,8 @@ def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args:
     `fast`: the `merged` program, which has to compute the same to the bit.
     """
     recorder = Recorder(program)
-    theirs = recorder.run_with(args, kwargs)
+    with rewinding():  # so that each of the three draws the same random numbers, if any
+        theirs = recorder.run_with(args, kwargs)
     calls = quantizer_calls(evaluated)
     quantizers: dict[str, Any] = {
         name: evaluated.get_submodule(path) for path, names in calls.items() for name in names
@@ -149,7 +151,7 @@ def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args:
     stored = {name: stored_offset(each) - shift_of(each) for name, each in quantizers.items()}
     integers = {name: codes.float() + stored[name] for name, codes in recorder.codes.items()}
     follower = Follower(calls, integers, "the program")
-    with plain_formulas(), follower.following(evaluated):
+    with plain_formulas(), follower.following(evaluated), rewinding():
         ours = evaluated(*args, **kwargs)
     if any(each.beyond_ties for each in follower.differences):
         return False

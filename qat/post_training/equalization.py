@@ -29,12 +29,14 @@ class CrossLayerEqualization:
 
         s = sqrt(r1 / r2);    W1[i], b1[i] <- W1[i] / s[i], b1[i] / s[i];    W2[:, i] <- W2[:, i] * s[i]
 
-    r1[i] is the largest |W1[i]|, with the gain of its BatchNorm, which then takes the factor in place of W1; r2[i] is
-    the largest |W2[:, i]|. b1 is the bias, the BatchNorm's if there is one; s is not so small that one would grow
-    beyond max(|b1| + 3 * spread), about the range of the activation, with spread the gain of the BatchNorm or the norm
-    of W1[i]. Pairs are layers with nothing but ReLU and a quantizer in between, whose result nothing else reads. ReLU6,
-    a norm that is not folded, or a frozen range let no factor pass; the pairs that they keep apart are counted. All
-    ranges are found behind it.
+    r1[i] is the largest |W1[i]|, r2[i] the largest |W2[:, i]|, b1 the bias; s is not so small that one would grow
+    beyond max(|b1| + 3 * norm(W1[i])), about the range of the activation. Pairs are layers with nothing but ReLU and a
+    quantizer in between, whose result nothing else reads. ReLU6, a norm that is not folded, or a frozen range let no
+    factor pass; the pairs that they keep apart are counted. All ranges are found behind it.
+
+    A BatchNorm behind W1 takes any factor exactly, and the grid holds W1 before it is folded. So such a W1 gets one
+    range, in a pair or not, with t = r1 / max(r1): W1, b1, mean, var <- W1 / t, b1 / t, mean / t, var / t^2, and gamma
+    what eps leaves; and gamma and beta take s = max(r2) / r2, which evens W2.
 
     It is for weights with one scale per tensor. Those with a scale per channel gain only on the side of W2, and of the
     activations between.
@@ -65,19 +67,21 @@ class CrossLayerEqualization:
         """Equalize the layers of a prepared model; return what was done, in a sentence."""
         found = [pair for graph in traced_parts(model).values() for pair in _pairs(graph)]
         pairs = [(first, norm, second) for first, norm, second, passes in found if passes]
+        normed = [each for graph in traced_parts(model).values() for each in _normed(graph).items()]
         for _ in range(self.rounds):
             for pair in pairs:
                 _equalize(*pair)
-        for first, _, second in pairs:
-            first.calibrate_weight()
-            second.calibrate_weight()
+            for layer, norm in normed:
+                if not layer.weight_quantizer.is_frozen:
+                    _even_rows(layer, norm)
         kept = f"; {len(found) - len(pairs)} pairs have something between them that lets no factor pass"
-        return f"{len(pairs)} pairs of layers{kept if len(found) > len(pairs) else ''}"
+        done = f"{len(normed)} weights in front of a BatchNorm, {len(pairs)} pairs of layers"
+        return f"{done}{kept if len(found) > len(pairs) else ''}"
 
 
 def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
     """Two layers that follow each other, the first one's norm, and whether a factor passes between them."""
-    once = used_once(graph)
+    once, norms = used_once(graph), _normed(graph)
     for node in graph.graph.nodes:
         second = called(graph, node)
         if not _is_pairable(second) or second not in once:
@@ -89,11 +93,20 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
             before = before.args[0]
         if _is_pairable(first) and first in once and len(before.users) == 1:
             norm = norm_of(graph, before)
-            if norm is None or (norm in once and isinstance(norm, AnyBatchNorm) and norm.affine):
+            if norm in (None, norms.get(first)):
                 # Channels are the last axis for a linear layer, and the axis before those of its window for others.
                 alike = first.weight.dim() == second.weight.dim() and len(_outputs(first)) == _inputs(second)
                 frozen = first.weight_quantizer.is_frozen or second.weight_quantizer.is_frozen
                 yield first, norm, second, passes and alike and not frozen
+
+
+def _normed(graph: PreparedGraph) -> dict[Any, Any]:
+    """The layers whose BatchNorm can take a factor of each channel, and these."""
+    once, pairs = used_once(graph), [(called(graph, node), norm_of(graph, node)) for node in graph.graph.nodes]
+    return {
+        layer: norm for layer, norm in pairs
+        if owns_weight(layer) and {layer, norm} <= once and isinstance(norm, AnyBatchNorm) and norm.affine
+    }  # fmt: skip
 
 
 def _leads_on(node: fx.Node) -> bool:
@@ -129,17 +142,28 @@ def _inputs(layer: Any) -> int:
     return int(layer.in_channels if isinstance(layer, AnyConvolution) else layer.in_features)
 
 
+def _even_rows(layer: Any, norm: Any) -> None:
+    r = _outputs(layer).abs().amax(1)
+    t = torch.where(r > DEAD * r.max(), r / r.max(), 1.0)
+    layer.weight /= layer.torch_layout(t.view(-1, *[1] * (layer.weight.dim() - 1)))
+    norm.weight *= t / torch.sqrt(norm.running_var + norm.eps)
+    for scaled in (norm.running_mean, layer.bias):
+        if scaled is not None:
+            scaled /= t
+    norm.running_var /= t.square()
+    norm.weight *= torch.sqrt(norm.running_var + norm.eps)
+
+
 def _equalize(first: Any, norm: Any, second: QuantLayer) -> None:
-    gain = 1 if norm is None else (norm.weight * torch.rsqrt(norm.running_var + norm.eps)).abs()
     rows = second.channels_first(second.weight)
     columns = rows if _is_grouped(second) else rows.transpose(0, 1)
-    r1, r2 = _outputs(first).abs().amax(1) * gain, columns.flatten(1).abs().amax(1)
+    r1, r2 = _outputs(first).abs().amax(1), columns.flatten(1).abs().amax(1)
     alive = (r1 > DEAD * r1.max()) & (r2 > DEAD * r2.max())
-    s = torch.where(alive, torch.sqrt(r1 / r2), 1.0)
-    bias = first.bias if norm is None else norm.bias
-    if bias is not None:
-        spread = _outputs(first).norm(dim=1) if norm is None else norm.weight.abs()
-        s = s.maximum(bias.abs() / (bias.abs() + 3 * spread).max().clamp_min(torch.finfo(bias.dtype).tiny))
+    s = torch.where(alive, torch.sqrt(r1 / r2) if norm is None else r2.max() / r2, 1.0)
+    if norm is None and first.bias is not None:
+        bias = first.bias.abs()
+        reach = (bias + 3 * _outputs(first).norm(dim=1)).max()
+        s = s.maximum(bias / reach.clamp_min(torch.finfo(bias.dtype).tiny))
     for scaled in (norm.weight, norm.bias) if norm is not None else (first.weight, first.bias):
         if scaled is not None:
             scaled /= s if scaled.dim() == 1 else first.torch_layout(s.view(-1, *[1] * (scaled.dim() - 1)))

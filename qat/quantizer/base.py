@@ -17,7 +17,7 @@ from qat.functional.tensors import overwrite, require_floating
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
-from qat.ranges import initial_range, scale_and_zero_point
+from qat.ranges import initial_range, require_in_reach, scale_and_zero_point
 from qat.spec import QuantSpec, Role, default_spec
 from qat.torch_internals import FORWARD_HOOKS, hooks_of, note_in_state
 
@@ -28,8 +28,7 @@ DEFAULT_EWGS_DELTA = 1e-3
 """The smallest of the paper's (arXiv:2104.00903)."""
 
 FLOOR_SHARE = 1 / 32
-"""A learned scale acts as at least this share of the one it started from: below it a tensor is as good as switched
-off, and with its ReLUs dead no gradient would ever bring it back."""
+"""A learned scale acts as at least this share of its first one: below it ReLUs are dead, and no gradient comes back."""
 
 SWITCHES = ("disabled", "frozen")
 """Keys of a quantizer in the state dict, there only while the switch is set."""
@@ -93,6 +92,9 @@ class Quantizer(nn.Module):
     drawn: ClassVar[tuple[str, ...]] = ()
     """What `curves` shows besides the parameters of `add_positive`."""
 
+    lr_factors: ClassVar[dict[str, float]] = {}
+    """Learned parameters in another unit than x, by name: the factor on lr that `parameter_groups` gives them."""
+
     options_type: ClassVar[type] = NoOptions
     """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
 
@@ -122,6 +124,8 @@ class Quantizer(nn.Module):
         self.options = read_options(spec.rule, self.options_type, spec.options)
         self.check_spec()
         self.add_parameters(device)
+        if spec.grad_scale != "sample" and not list(self.parameters()):
+            raise ValueError(f"rule {spec.rule!r} learns nothing of {role}s: {spec.grad_scale=} has no effect")
         self.fixed_delta = DEFAULT_EWGS_DELTA if spec.ewgs_delta is None else spec.ewgs_delta
         if spec.ewgs == "hessian":
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
@@ -164,8 +168,8 @@ class Quantizer(nn.Module):
         self._positive.append(name)
 
     def set_positive(self, name: str, values: Tensor) -> None:
-        """Give the parameter of `add_positive` a calibrated value, in place."""
-        getattr(self, name).copy_(values)
+        """Give the parameter of `add_positive` a calibrated value, in place; a ValueError for one beyond its limit."""
+        getattr(self, name).copy_(require_in_reach(name, values))
         getattr(self, f"smallest_{name}").copy_(getattr(self, name) * FLOOR_SHARE)
 
     def add_zero_point(self, start: Tensor) -> None:
@@ -227,6 +231,10 @@ class Quantizer(nn.Module):
         value = positive_scale(getattr(self, name), getattr(self, f"smallest_{name}"))
         # A step of the optimizer then multiplies it, as it would with the logarithm as the parameter.
         return scale_gradient(value, value.detach().square()) if self.relative_steps else value
+
+    def learned(self, name: str, x: Tensor) -> Tensor:
+        """The parameter of `add_positive` as it acts, its gradient times `gradient_factor`."""
+        return scale_gradient(self.positive(name), self.gradient_factor(x))
 
     @torch.no_grad()
     def repair(self) -> None:
@@ -294,9 +302,8 @@ class Quantizer(nn.Module):
         of_sample = self.role == "activation" and choice == "sample" and x.dim() > 1
         # Without the batch's size, which torch.compile would otherwise have to look at in every step.
         count = math.prod(x.shape[1:] if of_sample else x.shape) // math.prod(self.shape)
-        if self.role == "activation" and choice == "batch":
-            count *= rank_count()
-        return 1.0 / math.sqrt(max(count, 1) * self.spec.qmax)
+        count *= rank_count() if self.role == "activation" and choice == "batch" else 1
+        return 1.0 / math.sqrt(max(count, 1) * max(self.spec.qmax, 1))
 
     def extra_repr(self) -> str:
         """The grid, for print(model)."""

@@ -43,6 +43,8 @@ def parameter_groups(
       the rate lr * 10^(-(bits - 4) / 4), with bits from 4 to 8: that is lr up to 4 bits, and lr / 10 from 8 bits on,
       where a scale is a hundredth of the values that it rounds. See docs/measurements.md.
     - `quantizers` in their place, if `quantizer_lr_factor` or `quantizer_lr` is given.
+    - `quantizers_bits`: the widths of `learned_bits`; 100 * lr, or 100 times the rate that is given for quantizers. A
+      width has bits to go where a scale has hundredths of itself.
 
     Parameters without requires_grad are left out. Those of quantizers that `qat.freeze_scales` froze are in, so that
     the groups stay the same when it is called or undone, and a resumed optimizer finds what it saved.
@@ -89,15 +91,15 @@ def parameter_groups(
     rates |= {"norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     of_quantizers: dict[int, str] = {}
+    own = lr * quantizer_lr_factor if quantizer_lr_factor is not None else quantizer_lr
     for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):
         bits = quantizer.spec.bits
-        kind, rate = f"quantizers_{bits}_bits", lr * lr_factor_of(bits)
-        if quantizer_lr is not None:
-            kind, rate = "quantizers", quantizer_lr
-        elif quantizer_lr_factor is not None:
-            kind, rate = "quantizers", lr * quantizer_lr_factor
-        rates[kind] = (rate, quantizer_weight_decay)
-        for parameter in quantizer.parameters():
+        scales = (f"quantizers_{bits}_bits", lr * lr_factor_of(bits)) if own is None else ("quantizers", own)
+        for name, parameter in quantizer.named_parameters():
+            kind, rate = scales
+            if name in quantizer.lr_factors:
+                kind, rate = f"quantizers_{name}", (lr if own is None else own) * quantizer.lr_factors[name]
+            rates[kind] = (rate, quantizer_weight_decay)
             if parameter.requires_grad or quantizer.is_frozen:
                 of_quantizers.setdefault(id(parameter), kind)
     members: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}

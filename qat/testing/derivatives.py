@@ -42,10 +42,7 @@ SMALL = 8
 
 def check_gradient(estimator: Estimator, inputs: Inputs) -> str:
     """Every slot's gradient equals the declared one, and is None exactly where that is None."""
-    before = [tensor.clone() for tensor in inputs]
     y, got = estimator.gradients(inputs)
-    for slot, (old, new) in enumerate(zip(before, inputs, strict=True)):
-        require_close(f"slot {slot} is changed in place: its value", new, old, 0, 0)
     expected = estimator.declared_gradients(inputs, uneven(y))
     for slot, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         if mine is None and theirs is not None:

@@ -186,7 +186,11 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
     for slot in estimator.broadcast:
         if not 0 < slot < len(case):
             raise ValueError(f"ste_gradcheck: broadcast names slot {slot}, but there are {len(case) - 1} parameters")
-    y = estimator.function(*(tensor.clone() for tensor in case))
+    copies = [tensor.clone() for tensor in case]
+    y = estimator.function(*copies)
+    for slot, (old, new) in enumerate(zip(case, copies, strict=True)):
+        if not torch.equal(old.nan_to_num(), new.nan_to_num()):
+            raise ValueError(f"ste_gradcheck: function changes its input {slot} in place; let it compute a new tensor")
     if not isinstance(y, Tensor):
         raise TypeError(f"ste_gradcheck: function must return one tensor, got {type(y).__name__}")
     if estimator.surrogate is not None:

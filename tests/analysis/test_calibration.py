@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import qat
 from qat import QuantLinear, calibrate
 from qat.quantizer import create_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
@@ -284,3 +285,17 @@ def test_a_rank_without_batches_does_not_leave_the_other_waiting(two_ranks):
     first, second = (found["empty"] for found in two_ranks)
     assert first == second
     assert first.startswith(("scale ", "ValueError: calibrate: "))
+
+
+def test_batch_norms_that_have_seen_no_batch_are_named_with_the_cure(caplog):
+    """Points 24 and 50: they pass their input as it is, and behind them ranges of 1e-13 and gradients of 1e7 follow."""
+    model = qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), None, torch.randn(2, 3, 4, 4))
+    x = torch.randn(8, 3, 4, 4)
+    for seen in (False, True):
+        caplog.clear()
+        qat.calibrate(model, [x])
+        said = [each for each in caplog.messages if "1 BatchNorms have seen no batch" in each]
+        assert len(said) == (not seen)
+        if not seen:
+            assert "(1)" in said[0] and "qat.reestimate_batch_norm(model, batches)" in said[0]
+            qat.reestimate_batch_norm(model, [x])

@@ -429,3 +429,29 @@ def test_the_result_is_stored_and_the_runtime_computes_the_same_integers(kind: t
     torch.testing.assert_close(*outputs[0])
     stored = {tuple(tensor.dims) for tensor in onnx.load(path).graph.initializer}
     assert (64, 2) not in stored and (5, 5) in stored
+
+
+class Pooling(nn.Module):
+    """SigLIP's and timm's attention pooling: one learned query for all images."""
+
+    def __init__(self, repeats: bool) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, 1, 16))
+        self.embed, self.attention = nn.Linear(8, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.fc, self.repeats = nn.Linear(16, 3), repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, count = self.embed(x), x.shape[0]
+        probe = self.probe.repeat(count, 1, 1) if self.repeats else self.probe.expand(count, -1, -1)
+        return self.fc(self.attention(probe, x, x, need_weights=False)[0][:, 0])
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_parameter_that_is_expanded_as_a_query_keeps_its_quantizer(repeats: bool, tmp_path: Path) -> None:
+    """Point 16: the quantizer behind the expansion has to be in the file."""
+    x = torch.randn(4, 5, 8)
+    model = qat.prepare(Pooling(repeats), example_inputs=x[:2])
+    qat.calibrate(model, [x])
+    for images in (x[:1], x):
+        qat.export_onnx(model.eval(), tmp_path / "model.onnx", images)
+        assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).close == 1.0

@@ -57,7 +57,7 @@ def test_a_complete_spec_stays_as_it_is():
 @pytest.mark.parametrize(
     ("change", "left"),
     [
-        ({"rule": "pact"}, {"rule": "pact", "options": {}}),
+        ({"rule": "pact"}, {"rule": "pact", "options": {}, "grad_scale": "none"}),
         ({"rule": "dsq", "bits": 3}, {"bits": 3, "narrow_range": False}),
         ({"granularity": "tensor"}, {"granularity": "tensor", "group_size": None}),
         ({"ewgs": "none"}, {"ewgs": "none", "ewgs_delta": None}),

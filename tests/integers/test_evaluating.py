@@ -435,3 +435,27 @@ def test_a_dataclass_of_results_is_evaluated_on_integers_copied_and_exported(tmp
     qat.export_onnx(model, tmp_path / "model.onnx", x)
     assert [end.name for end in onnx.load(tmp_path / "model.onnx").graph.output] == ["scores", "features"]
     assert verify_onnx(tmp_path / "model.onnx", model, [x]).close
+
+
+def test_a_forward_that_draws_in_evaluation_draws_the_same_the_first_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Point 23, Monte Carlo dropout: the self-check drew too, and took other draws for an error."""
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(nn.functional.dropout(self.a(x).relu(), 0.3, training=True))
+
+    x = torch.randn(32, 8)
+    model = qat.prepare(Draws(), example_inputs=x)
+    qat.calibrate(model, [x])
+    model.eval()
+    seen = []
+    with torch.no_grad():
+        for _ in range(2):
+            torch.manual_seed(0)
+            seen.append((model(x), torch.rand(3)))
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+    assert not torch.equal(model(x), model(x)) and "runs operation by operation" not in caplog.text

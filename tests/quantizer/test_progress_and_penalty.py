@@ -1,6 +1,7 @@
 """What rules add to training: annealing by progress, penalties in the loss, learned bit widths, which are exported."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -111,3 +112,24 @@ def test_the_trainer_does_what_penalty_and_set_progress_do():
     assert list(added) == ["penalty_loss"]
     torch.testing.assert_close(added["penalty_loss"], qat.penalty(twin))
     Aids(nn.Linear(2, 2)).before_epoch(pytest.fail, iter(()))  # nothing to do without quantizers
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
+def test_a_high_cost_ends_at_few_bits_and_a_low_one_at_many(optimizer):
+    """Point 54: widths learned by the rate of scales, and so not at all, whatever they cost."""
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    width = {}
+    for cost in (1e-4, 1e6):
+        torch.manual_seed(0)
+        spec = specs.weight("learned_bits", 8, cost=cost)
+        layer = qat.QuantLinear(16, 32, weight_spec=spec)
+        teacher = layer.weight.detach().clone()
+        qat.calibrate(layer, [x])
+        steps = optimizer(qat.parameter_groups(layer, lr=1e-3, weight_decay=0.01))
+        for _ in range(200):
+            loss = (layer(x) - x @ teacher.T).square().sum(1).mean() + qat.penalty(layer)
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+        width[cost] = int(layer.weight_quantizer.effective_bits().round())
+    assert width[1e6] == 2 and width[1e-4] >= 6

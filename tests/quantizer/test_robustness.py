@@ -106,6 +106,32 @@ def test_n2uq_comes_back_from_what_is_no_number(name, parameter, broken):
     assert best <= 2 * healthy
 
 
+# Very large and very small tensors.
+
+
+@pytest.mark.parametrize("size", [1e15, 1e-15, 1e-19])
+@specs.quantizers(lambda role, spec: spec.rule not in ("dorefa", "power_of_two") and spec.rule[:2] != "mx")
+def test_the_size_of_a_tensor_changes_nothing(role, spec, size):
+    """Point 58: scales acted as at most 1e12, and beyond it all but the smallest values were lost in silence."""
+    found = []
+    for factor in (1.0, size):
+        x = tensor_of(role, spec)
+        quantizer = specs.fitted(role, spec, x * factor)
+        quantizer(x.mul(factor).requires_grad_()).sum().backward()
+        assert all(each.grad is None or each.grad.isfinite().all() for each in quantizer.parameters())
+        found.append((quantizer.eval()(x * factor) / factor - x).norm() / x.norm())
+    assert abs(found[1] - found[0]) < 0.02
+
+
+def test_what_is_too_large_for_a_learned_scale_is_a_sentence():
+    """Point 58."""
+    x = tensor_of("activation", specs.ACTIVATIONS["lsq"])
+    with pytest.raises(ValueError, match=r"'': scale would be .*e\+28, and acts as at most 1e18; use"):
+        specs.fitted("activation", specs.ACTIVATIONS["lsq"], x * 1e30)
+    quantizer = specs.fitted("activation", specs.ACTIVATIONS["minmax"], x * 1e30)
+    assert (quantizer.eval()(x * 1e30) / 1e30 - x).norm() / x.norm() < 0.1
+
+
 # Degenerate tensors.
 
 

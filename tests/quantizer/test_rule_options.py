@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import qat
 from qat.quantizer import create_quantizer
+from qat.quantizer.registry import quantizer_class
+from qat.spec import QuantSpec, Role
 from tests.references import rule_specs as specs
 from tests.references.rule_specs import AFFINE_WEIGHT, EWGS, GROUPS, SIGNED, TENSOR, activation, weight
 
@@ -48,6 +51,66 @@ def test_wrong_options_are_refused():
         with pytest.raises(ValueError) as refusal:
             specs.new(role, dataclasses.replace(spec, options=wrong))
         assert str(refusal.value).startswith(f"rule {rule!r}: ") and fact in str(refusal.value)
+
+
+def traces_of(role: Role, spec: QuantSpec) -> dict[str, Tensor]:
+    """What a step of training and the end of it show of a quantizer: values, gradients, state."""
+    quantizer = specs.fitted(role, spec)
+    quantizer.set_progress(0.5)
+    x = specs.tensor_of(role, spec, seed=1).mul(1.5).requires_grad_()
+    y = quantizer(x)
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(3)) + 0.2
+    ((y * weights).sum() + qat.penalty(quantizer)).backward()
+    traces = {"y": y, "dx": x.grad, **{f"d{name}": each.grad for name, each in quantizer.named_parameters()}}
+    traces |= dict(quantizer.state_dict())
+    with torch.no_grad():
+        for name, each in quantizer.named_parameters():
+            each.fill_(0.0 if name == "bits" else 1.0)
+    return {name: each.detach().clone() for name, each in {**traces, "after": quantizer(x)}.items()}
+
+
+def others(options_type: Any, name: str) -> list[Any]:
+    """Values of an option that are not its default."""
+    default = next(each.default for each in dataclasses.fields(options_type) if each.name == name)
+    if choices := get_args(get_type_hints(options_type)[name]):
+        return [each for each in choices if each != default]
+    if isinstance(default, bool):
+        return [not default]
+    return [(default + 1 if default < 8 else 2) if isinstance(default, int) else default / 2]
+
+
+ROLES_OF_RULES = {(role, spec.rule): spec for role, spec in reversed(specs.QUANTIZERS.values())}
+
+
+@pytest.mark.parametrize(("role", "rule"), ROLES_OF_RULES)
+def test_every_option_of_every_rule_acts_or_is_refused(role: Role, rule: str) -> None:
+    """Point 57: some were taken and ignored."""
+    spec = dataclasses.replace(ROLES_OF_RULES[role, rule], options={}, grad_scale="sample")
+    options_type = quantizer_class(rule).options_type
+    changes = [{"options": {each.name: value}} for each in dataclasses.fields(options_type)
+               for value in others(options_type, each.name)]  # fmt: skip
+    usual = traces_of(role, spec)
+    for change in [*changes, {"grad_scale": "none"}, {"grad_scale": "relative"}]:
+        try:
+            found = traces_of(role, dataclasses.replace(spec, **change))
+        except ValueError as refusal:
+            assert f"rule {rule!r}" in str(refusal), change
+        else:
+            assert any(not torch.equal(usual[name], each) for name, each in found.items()), change
+
+
+def test_the_gradient_of_what_is_learned_has_the_factor_unless_a_decay_weighs_against_it() -> None:
+    """Point 57: without it ttq's levels rise per tensor under SGD before they learn."""
+    assert weight("ttq", 2).grad_scale == activation("lsq").grad_scale == "sample"
+    assert (
+        activation("pact").grad_scale == "none" and activation("pact").changed({"rule": "lsq"}).grad_scale == "sample"
+    )
+    x = specs.tensor_of("weight", weight("lsq"))
+    for spec in (weight("ttq", 2, TENSOR), weight("apot", 4, TENSOR)):
+        plain, scaled = (traces_of("weight", spec.changed({"grad_scale": each})) for each in ("none", "sample"))
+        for name, gradient in plain.items():
+            if name[0] == "d" and name != "dx":
+                torch.testing.assert_close(scaled[name], gradient / math.sqrt(x.numel() * spec.qmax))
 
 
 UNSIGNED_WEIGHT = {"signed": False, "narrow_range": False, "symmetric": False}

@@ -113,7 +113,7 @@ GRIDS: dict[str, Grid] = {
 
 def steps_of(scales: Tensor, smallest: Tensor) -> Tensor:
     """What broken scales act as: NaN as the smallest one."""
-    return torch.minimum(torch.maximum(scales.nan_to_num(0.0, math.inf), smallest), torch.tensor(1e12))
+    return torch.minimum(torch.maximum(scales.nan_to_num(0.0, math.inf), smallest), torch.tensor(1e18))
 
 
 class Quantized:

@@ -73,7 +73,7 @@ def positive_scale_slopes(grad: float, scale: float, smallest: float) -> Slopes:
     return 0.0 if scale < smallest and grad > 0 else 1.0, None
 
 
-POSITIVE_SCALE = Rule(lambda scale, smallest: min(max(scale, smallest), 1e12), positive_scale_slopes, of_gradient=True)
+POSITIVE_SCALE = Rule(lambda scale, smallest: min(max(scale, smallest), 1e18), positive_scale_slopes, of_gradient=True)
 
 
 def ewgs_slope(grad: float, v: float, delta: float) -> float:

@@ -47,7 +47,7 @@ static inline float slope_of(float x, Grid g, int *inside) {
 
 /* ---- learned steps; see structures.py ---- */
 
-#define LARGEST 1e12f /* the upper bound of a learned scale */
+#define LARGEST 1e18f /* the upper bound of a learned scale */
 
 typedef struct {
   const float *scale, *smallest, *zero_point; /* zero_point NULL: 0 */

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-LARGEST = 1e12
+LARGEST = 1e18
 """The upper bound of a learned scale."""
 
 
@@ -26,7 +26,7 @@ class TensorGrid(NamedTuple):
 
 
 def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
-    """min(max(scale, smallest), 1e12) in float32; NaN acts as smallest, as `positive_scale` reads it."""
+    """min(max(scale, smallest), 1e18) in float32; NaN acts as smallest, as `positive_scale` reads it."""
     wide, least = scale.to(torch.float32), smallest.to(torch.float32)
     return torch.where(wide >= least, wide, least).clamp(max=LARGEST)
 

@@ -71,7 +71,7 @@ class BinaryQuantizer(FixedBits):
         progress = self.progress if gradient == "error_decay" else None
         if self.role == "weight":
             return binary_quantize(x, self.channel_axis, gradient, progress)
-        scale = self.effective_scale()
+        scale = self.learned("scale", x)
         v = x / scale
         sign = sign_ste(v, gradient) if progress is None else error_decay_sign(v, progress)
         return (sign * scale).to(x.dtype)
@@ -100,7 +100,8 @@ class BinaryQuantizer(FixedBits):
         require_finite(values)
         if self.role == "activation":
             with torch.no_grad():
-                self.set_positive("scale", values.abs().mean().clamp(min=1e-8).to(self.scale.device))
+                mean = values.abs().mean().to(self.scale.device)
+                self.set_positive("scale", torch.where(mean > 0, mean, 1.0))
         self.mark_calibrated()
 
     def set_progress(self, progress: float) -> None:
@@ -173,7 +174,7 @@ class TTQQuantizer(FixedBits):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`ttq_quantize`."""
-        levels = self.positive("positive_scale"), self.positive("negative_scale")
+        levels = self.learned("positive_scale", x), self.learned("negative_scale", x)
         return ttq_quantize(x, *levels, self.options.threshold)
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ class PACTQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`pact_quantize`; with a zero point the same with a lower clip."""
-        alpha = self.positive("alpha").float()
+        alpha = self.learned("alpha", x).float()
         if self.zero_point is None:
             return pact_quantize(x, alpha, self.spec.bits)
         zero_point = self.zero_point.float()
@@ -109,6 +109,8 @@ class DoReFaQuantizer(Quantizer):
         """Signed and symmetric weights, unsigned activations."""
         super().check_spec()
         spec, weight = self.spec, self.role == "weight"
+        if not self.options.rescale and not (weight and spec.bits > 1):
+            raise ValueError("rule 'dorefa': option 'rescale' is for weights of 2 bits and more; leave it out")
         if weight and not (spec.signed and spec.symmetric):
             raise ValueError("rule 'dorefa' puts weights on levels from -1 to 1 and needs signed=True, symmetric=True")
         if not weight and spec.signed:

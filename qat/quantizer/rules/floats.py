@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize, scale_gradient
+from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize
 from qat.quantizer.base import UNCALIBRATED_REACH
 from qat.quantizer.registry import register_quantizer
 from qat.quantizer.rules.binary import FixedBits
@@ -29,7 +29,7 @@ class FloatQuantizer(FixedBits):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`float_quantize`."""
-        return float_quantize(x, scale_gradient(self.effective_scale(), self.gradient_factor(x)), self.format)
+        return float_quantize(x, self.learned("scale", x), self.format)
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:

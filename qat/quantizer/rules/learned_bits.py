@@ -1,6 +1,7 @@
 """A quantizer that learns how many bits its tensor needs, against a cost."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class LearnedBitsQuantizer(Quantizer):
 
     integers_from_bits = True
     drawn = ("bits",)
+    lr_factors: ClassVar[dict[str, float]] = {"bits": 100.0}
     options_type = LearnedBitsOptions
     reach: Tensor
     bits: Tensor
@@ -69,9 +71,8 @@ class LearnedBitsQuantizer(Quantizer):
         return clamp_ste(bits, float(self.least), float(self.spec.bits))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`learned_bits_quantize`."""
-        factor = self.gradient_factor(x)
-        return learned_bits_quantize(x, self.positive("reach").float(), self.effective_bits(), self.spec.signed, factor)
+        """`learned_bits_quantize`; the width's gradient has no factor, since it weighs against that of `penalty`."""
+        return learned_bits_quantize(x, self.learned("reach", x).float(), self.effective_bits(), self.spec.signed)
 
     def highest(self) -> Tensor:
         """The highest integer in force, as a tensor: no device synchronisation."""

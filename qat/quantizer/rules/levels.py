@@ -41,6 +41,8 @@ class APoTQuantizer(Quantizer):
         spec = self.spec
         if not spec.symmetric:
             raise ValueError("rule 'apot' has levels around 0 and needs symmetric=True")
+        if self.role == "activation" and self.options.normalize:
+            raise ValueError("rule 'apot': option 'normalize' is for weights; leave it out for activations")
         if not 1 <= spec.bits - int(spec.signed) <= MOST_MAGNITUDE_BITS:
             least, most = 1 + int(spec.signed), MOST_MAGNITUDE_BITS + int(spec.signed)
             raise ValueError(f"rule 'apot' has {least} to {most} bits with signed={spec.signed}, got bits={spec.bits}")
@@ -51,7 +53,7 @@ class APoTQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`apot_quantize`, of weights after `normalize_weight`."""
-        alpha, spec = self.positive("alpha"), self.spec
+        alpha, spec = self.learned("alpha", x), self.spec
         if not (self.role == "weight" and self.options.normalize):
             return apot_quantize(x, alpha, spec.bits, spec.signed)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -117,12 +119,8 @@ class N2UQQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`n2uq_quantize`."""
-        factor = self.gradient_factor(x)
-        start, widths, step = (
-            scale_gradient(part, factor)
-            for part in (self.finite_start(), self.positive("widths"), self.positive("step"))
-        )
-        return n2uq_quantize(x, start, widths, step, self.bounds()[0])
+        start = scale_gradient(self.finite_start(), self.gradient_factor(x))
+        return n2uq_quantize(x, start, self.learned("widths", x), self.learned("step", x), self.bounds()[0])
 
     def finite_start(self) -> Tensor:
         """Where the first segment starts; at the lowest level where the parameter is not finite."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize, power_of_two_scale, scale_gradient
-from qat.functional.tensors import overwrite
+from qat.functional.tensors import SMALLEST_SCALE, overwrite
 from qat.quantizer.base import Quantizer
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import scale_and_zero_point
@@ -66,7 +66,7 @@ class LSQPlusQuantizer(Quantizer):
         """
         scale, zero_point = self.effective_scale(), self.finite_zero_point()
         if not self.relative_steps:
-            zero_point = scale_gradient(zero_point, scale.detach().square().reciprocal())
+            zero_point = scale_gradient(zero_point, scale.detach().clamp(min=SMALLEST_SCALE).square().reciprocal())
         return lsq_plus_quantize(x, scale, zero_point, *self.bounds(), self.gradient_factor(x))
 
     def curves(self) -> dict[str, Tensor]:

@@ -52,8 +52,7 @@ class DSQQuantizer(SoftQuantizer):
 
     def rounded(self, v: Tensor) -> Tensor:
         """`dsq_round`."""
-        factor = self.gradient_factor(v)
-        return dsq_round(v, scale_gradient(clamp_ste(self.alpha, 1e-3, 0.999), factor))
+        return dsq_round(v, scale_gradient(clamp_ste(self.alpha, 1e-3, 0.999), self.gradient_factor(v)))
 
     def curves(self) -> dict[str, Tensor]:
         """The softness too."""
