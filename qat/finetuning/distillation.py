@@ -13,7 +13,7 @@ from qat.analysis.features import feature_extractor
 from qat.contexts import evaluating
 from qat.inputs import expect_model
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.text import did_you_mean
+from qat.text import check_types, did_you_mean
 
 LOGITS = "logits"
 """The key of the model's own output beside its features."""
@@ -67,6 +67,7 @@ class Distillation:
         features: Mapping[str, float] | None = None,
     ) -> None:
         expect_model(Distillation, teacher)
+        check_types(Distillation.__init__, locals())
         if not temperature > 0:
             raise ValueError(f"Distillation: temperature must be above 0, got {temperature!r}")
         for share in (weight, *(features or {}).values()):

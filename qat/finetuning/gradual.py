@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from qat.inputs import expect_model
 from qat.quantizer import Quantizer
+from qat.text import check_types
 
 
 class GradualQuantization:
@@ -58,6 +59,7 @@ class GradualQuantization:
         self, model: nn.Module, *, activations_from: float = 0.0, weight_share: float = 1.0, weights_from: float = 0.5
     ) -> None:
         expect_model(GradualQuantization, model)
+        check_types(GradualQuantization.__init__, locals())
         self.activations_from, self.weight_share, self.weights_from = activations_from, weight_share, weights_from
         for name, inside, bounds in (
             ("activations_from", 0 <= activations_from < 1, "from 0 to below 1"),

@@ -10,10 +10,11 @@ from qat.contexts import evaluating
 from qat.export.checks import check_exportable, sample_for
 from qat.inputs import model_device
 from qat.quantizer.registry import quantizer_class
+from qat.ranges import require_finite
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
-from qat.training.config.imports import place, reason
+from qat.training.config.imports import imports_asked_for, place, reason
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.config.stages import SpecConfig
 from qat.training.errors import UserError, value_errors_reported
@@ -38,6 +39,11 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     """Call `qat.prepare` with the config's recipe; a run does so before the float training too, to find errors."""
+    with imports_asked_for(config.imports):
+        return _prepared(model, config, image_shape)
+
+
+def _prepared(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     recipe = build_recipe(config.quantization)
     for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
         with value_errors_reported(f"quantization.{tensor}.rule: "):
@@ -63,7 +69,9 @@ def _rehearse(prepared: nn.Module, exports: bool) -> None:
         quantizer.mark_calibrated()  # no range is needed to try it
         try:
             with torch.enable_grad():
-                quantizer.train()(sample_for(copied, name, quantizer).requires_grad_()).sum().backward()
+                y = quantizer.train()(sample_for(copied, name, quantizer).requires_grad_())
+                y.sum().backward()
+            require_finite(y)
         except Exception as error:  # user code may raise anything
             details = f"{reason(error)}{place(error)}"
             raise UserError(f"quantization: {name}: the rule {quantizer.spec.rule!r} failed ({details})") from error
