@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from qat.collectives import of_all_ranks, rank_count, reshard, summed
 from qat.contexts import evaluating
 from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_batch
-from qat.text import check_types
 from qat.torch_internals import AnyBatchNorm
 
 
@@ -97,8 +96,7 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
     >>> model.train()[1].training
     False
     """
-    expect_model(freeze_batch_norm, model)
-    check_types(freeze_batch_norm, locals())
+    expect_model(freeze_batch_norm, model, locals())
     norms = batch_norms(model, frozen=not frozen)
     for norm in norms:
         if frozen:

@@ -98,8 +98,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     >>> [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
     ['weight', 'bias']
     """
-    expect_model(freeze_scales, model)
-    check_types(freeze_scales, locals())
+    expect_model(freeze_scales, model, locals())
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     if not quantizers:
         raise ValueError("freeze_scales: the model has no quantizer; call qat.prepare first")

@@ -99,13 +99,6 @@ def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
 
     Raises:
         ValueError: with what would be right; it begins with `where`, or else with the name of the class or function.
-
-    >>> def shrink(factor: float, frozen: bool = False) -> None: ...
-    >>> check_types(shrink, {"factor": 2, "frozen": True})
-    >>> check_types(shrink, {"factor": "2"})
-    Traceback (most recent call last):
-    ...
-    ValueError: shrink: factor must be a number, got '2'
     """
     for name, hint in _hints_of(kind).items():
         if name in given and not _fits(given[name], hint):

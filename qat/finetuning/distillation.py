@@ -13,7 +13,7 @@ from qat.analysis.features import feature_extractor
 from qat.contexts import evaluating
 from qat.inputs import expect_model
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.text import check_types, did_you_mean
+from qat.text import did_you_mean
 
 LOGITS = "logits"
 """The key of the model's own output beside its features."""
@@ -66,8 +66,7 @@ class Distillation:
         amp: torch.dtype | None = None,
         features: Mapping[str, float] | None = None,
     ) -> None:
-        expect_model(Distillation, teacher)
-        check_types(Distillation.__init__, locals())
+        expect_model(Distillation, teacher, locals())
         if not temperature > 0:
             raise ValueError(f"Distillation: temperature must be above 0, got {temperature!r}")
         for share in (weight, *(features or {}).values()):

@@ -10,7 +10,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from qat.collectives import is_sharded, reshard
 from qat.finetuning.oscillation import Oscillations
 from qat.inputs import expect_model
-from qat.text import check_types
 
 
 class EMA:
@@ -48,8 +47,7 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        expect_model(EMA, model)
-        check_types(EMA.__init__, locals())
+        expect_model(EMA, model, locals())
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA: decay must be from 0 to 1, got {decay!r}")
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from qat.inputs import expect_model
 from qat.quantizer import Quantizer
-from qat.text import check_types
 
 
 class GradualQuantization:
@@ -58,8 +57,7 @@ class GradualQuantization:
     def __init__(
         self, model: nn.Module, *, activations_from: float = 0.0, weight_share: float = 1.0, weights_from: float = 0.5
     ) -> None:
-        expect_model(GradualQuantization, model)
-        check_types(GradualQuantization.__init__, locals())
+        expect_model(GradualQuantization, model, locals())
         self.activations_from, self.weight_share, self.weights_from = activations_from, weight_share, weights_from
         for name, inside, bounds in (
             ("activations_from", 0 <= activations_from < 1, "from 0 to below 1"),

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from qat.analysis.grid_weights import GridWeight, grid_weights
 from qat.inputs import expect_model
-from qat.text import check_types
 
 OSCILLATES = 0.005
 """A weight counts as oscillating from this frequency on, as in the paper's tables."""
@@ -105,8 +104,7 @@ class Oscillations:
         momentum: float = 0.01,
         most_bits: int = 4,
     ) -> None:
-        expect_model(Oscillations, model)
-        check_types(Oscillations.__init__, locals())
+        expect_model(Oscillations, model, locals())
         _check(dampen, freeze, freeze_from, after, momentum)
         self.dampen, self.freeze, self.freeze_from = dampen, freeze, freeze_from
         self.after, self.momentum = after, momentum

@@ -192,7 +192,6 @@ def test_a_layer_in_the_healthy_range_needs_no_advice(tmp_path: Path) -> None:
 
 ADVICE = [
     ({"scale": {NAMES[2]: [1.2, 1.6, 2.1]}}, {}, "qat: {quantizer_lr: 0.1}", "leave qat.quantizer_lr out, or lower it"),
-    ({"at_floor": {NAMES[0]: [0.0, 1.0, 1.0]}}, {}, "qat: {quantizer_lr: 0.1}", "lower qat.lr or qat.quantizer_lr,"),
     ({}, {"batch_norm": {"bn1": 0.9}}, "qat: {bn_reestimate: always}", "set qat.bn_reestimate: always"),
     ({"oscillating": {NAMES[2]: [0, 0.1, 0.1]}}, {}, "qat: {oscillation: {freeze: 0.01}}", "try qat.oscillation"),
     ({"clipped_low": {NAMES[0]: [0, 0, 0.2]}, "sqnr": {NAMES[0]: [40, 40, 20]}}, {},

@@ -269,7 +269,7 @@ def test_floating_point_weights_of_another_width_load(module: Path, dtype: torch
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"garbage", "cannot be read ("),
+        (b"garbage", "cannot be read (torch.save did not write it)"),
         # Pickled: loading it would run code. Point 62: torch's page of advice, with colours, stood here.
         (nn.Linear(2, 2), "cannot be read (it holds a torch.nn.modules.linear.Linear, which only its code could read"),
         ({"epoch": 3}, f"holds something else than weights; {FORMATS}"),

@@ -59,12 +59,13 @@ def _read(file: Path, where: str) -> State:
     content: Any
     try:
         content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
-    except pickle.UnpicklingError as error:  # torch's message is a page of advice
-        held = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it holds a {held[1]}, which only its code could read: save state_dict()" if held else "damaged?"
-        raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
-        raise UserError(f"{where} cannot be read ({reason(error)}); it must be {FORMATS}") from error
+        what, held = reason(error), re.search(r"GLOBAL ([\w.]+)", str(error))
+        if held:
+            what = f"it holds a {held[1]}, which only its code could read: save state_dict()"
+        elif isinstance(error, pickle.UnpicklingError):  # a page of advice, with colours
+            what = "torch.save did not write it"
+        raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
     if isinstance(content, dict):
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):

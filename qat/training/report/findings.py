@@ -75,7 +75,7 @@ def _scales(run: ReportedRun) -> Iterator[str]:
     if resting:
         yield (
             f"Scales have collapsed onto their floor in {_named(resting)}: all but small values are clipped there;"
-            f" lower qat.lr or {_rate_of_scales(run) or RATES[0]}, or calibrate on more images."
+            " lower qat.lr or the rate of the scales, or calibrate on more images."
         )
     curves = run.by_quantizer("scale")
     moved = {name: abs(math.log2(max(points[-1][1], 1e-6))) for name, points in curves.items()}
@@ -86,18 +86,13 @@ def _scales(run: ReportedRun) -> Iterator[str]:
         if (value > math.log2(FAR) or jumps[name] > JUMP) and name not in resting
     }
     if far:
-        given = _rate_of_scales(run)
+        given = next((key for key in RATES if run.settings.get(key) is not None), None)
         other = f"leave {given} out, or lower it" if given else f"lower qat.lr, or set {RATES[0]} below its default"
         yield (
             f"{len(far)} of {len(curves)} scales moved by more than a factor of {FAR:g}, or by half between two points"
             f" ({_named(far)}; the first by {2 ** max(far.values()):.3g}), while healthy ones move by percents: the"
             f" rate of the scales is too high; {other}."
         )
-
-
-def _rate_of_scales(run: ReportedRun) -> str:
-    """The key with which the config sets it; "" if it leaves it out."""
-    return next((key for key in RATES if run.settings.get(key) is not None), "")
 
 
 def _largest_jump(points: list[tuple[int, float]]) -> float:
