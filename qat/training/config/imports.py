@@ -38,21 +38,6 @@ def import_extensions(modules: Sequence[str], key: str = "imports[{}]") -> None:
 
 
 @contextmanager
-def imports_asked_for(modules: Sequence[str]) -> Iterator[None]:
-    """A context whose problems may come from modules of a run's config that are not imported: they ask for these."""
-    try:
-        yield
-    except UserError as error:
-        absent = [name for name in modules if name not in sys.modules]
-        if not absent:
-            raise
-        raise UserError(
-            f"{error}; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
-            f" {' --import '.join(absent)}), for no code is imported because a file names it"
-        ) from error
-
-
-@contextmanager
 def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
     """Yield what `package.module:callable` names; errors of calls in the context become a sentence about the key."""
     with current_folder_importable():

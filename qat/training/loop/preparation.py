@@ -1,6 +1,7 @@
 """From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
 
 import copy
+import sys
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from qat.ranges import require_finite
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
-from qat.training.config.imports import imports_asked_for, place, reason
+from qat.training.config.imports import place, reason
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.config.stages import SpecConfig
 from qat.training.errors import UserError, value_errors_reported
@@ -39,8 +40,16 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     """Call `qat.prepare` with the config's recipe; a run does so before the float training too, to find errors."""
-    with imports_asked_for(config.imports):
+    try:
         return _prepared(model, config, image_shape)
+    except UserError as error:
+        absent = [name for name in config.imports if name not in sys.modules]
+        if not absent:
+            raise
+        raise UserError(
+            f"{error}; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
+            f" {' --import '.join(absent)}), for no code is imported because a file names it"
+        ) from error
 
 
 def _prepared(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
