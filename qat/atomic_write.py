@@ -17,7 +17,10 @@ def atomic_write(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # the umask's choice; safetensors writes files for their owner alone
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -98,7 +98,7 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
     >>> model.train()[1].training
     False
     """
-    expect_model(freeze_batch_norm, model)
+    expect_model(freeze_batch_norm, model, locals())
     norms = batch_norms(model, frozen=not frozen)
     for norm in norms:
         if frozen:

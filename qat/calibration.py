@@ -19,7 +19,7 @@ from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import check_own_twins, check_parts, traced_parts
 from qat.quantizer import Quantizer, RangeObserver
-from qat.text import some
+from qat.text import check_types, some
 
 log = logging.getLogger("qat")
 
@@ -82,6 +82,7 @@ def calibrate(
     >>> calibrate(layer, (torch.randn(16, 4) for _ in range(1000)), limit=8)
     """
     given = as_batches(calibrate, model, batches)
+    check_types(calibrate, locals())
     if steps:
         for step in steps:
             if isinstance(step, type) or not hasattr(step, "before_ranges"):
@@ -108,14 +109,13 @@ def calibrate(
             for name, module in open_weights:
                 with _naming(f"weight of {name!r}"):
                     module.calibrate_weight()
+            functions = [module for _, module in open_weights if isinstance(module, QuantFunction)]
+            warn_of_losses([(n, m) for n, m in open_weights if m not in functions and not m.weight_quantizer.is_frozen])
         if only_missing:
             quantizers = {name: each for name, each in quantizers.items() if not each.is_calibrated}
-        functions = [module for _, module in open_weights if isinstance(module, QuantFunction)]
         observers = _observe(model, quantizers, functions, given, limit)
         _set_ranges(_not_frozen(model, quantizers), observers)
         _take(model, given, [step for step in steps if not step.before_ranges])
-    with evaluating(model):
-        warn_of_losses([(n, m) for n, m in open_weights if m not in functions and not m.weight_quantizer.is_frozen])
     with this_rank_alone():  # the others may have no batches
         check_own_twins(model, calls)
         check_parts(model, calls)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.text import first_line
+from qat.text import check_types, first_line
 from qat.torch_internals import pytree
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -94,11 +94,13 @@ def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterab
     return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
 
 
-def expect_model(function: Callable[..., Any], model: Any) -> None:
-    """Raise a TypeError if the argument `model` of a public function, which it names, is not a model."""
+def expect_model(function: Any, model: Any, given: Mapping[str, Any] | None = None) -> None:
+    """Raise a TypeError if the argument `model` of a public function is no model; `check_types` for others `given`."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"{function.__name__}: model must be a torch.nn.Module, got {kind}")
+    if given is not None:
+        check_types(function.__init__ if isinstance(function, type) else function, given)  # type: ignore[misc]
 
 
 def check_model(function: Callable[..., Any], model: Any) -> None:

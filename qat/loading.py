@@ -2,7 +2,6 @@
 
 import copy
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,8 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     from qat.training.config.schema import RunConfig
-    from qat.training.errors import UserError, looked_in
+    from qat.training.errors import UserError, looked_in, problems_of
+    from qat.training.loop.preparation import prepare_model
     from qat.training.run.checkpoint import load_checkpoint, load_evaluated
 
     if not path.exists():
@@ -72,7 +72,9 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         model = _float_model(file, payload, config, float_model)
         if payload["stage"] == "qat":
-            model = _prepared(file, model, config)
+            size = config.data.image_size
+            with problems_of(str(file)):  # rules and targets of the user's have to be registered
+                model = prepare_model(model, config, (3, size, size))
     load_evaluated(file, payload, model)
     _describe(model, file, payload, config)
     return model.eval()
@@ -121,24 +123,6 @@ def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Mod
             " pass the float model, qat.load(path, float_model=...)"
         )
     return build_model(config.model, len(payload["about"]["classes"]), with_weights=False)
-
-
-def _prepared(file: Path, model: nn.Module, config: Any) -> nn.Module:
-    """Prepare as the run did. Rules and targets of the user's have to be registered."""
-    from qat.training.errors import UserError
-    from qat.training.loop.preparation import prepare_model
-
-    size = config.data.image_size
-    try:
-        return prepare_model(model, config, (3, size, size))
-    except UserError as error:
-        absent = [name for name in config.imports if name not in sys.modules]
-        if not absent:
-            raise
-        raise UserError(
-            f"{file}: {error}; the run imported {', '.join(absent)}: import that first, for no code is imported because"
-            " a file names it"
-        ) from error
 
 
 def _describe(model: nn.Module, file: Path, payload: dict[str, Any], config: Any) -> None:

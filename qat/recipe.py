@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from qat.spec import UNSET, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
-from qat.text import unknown_name
+from qat.text import check_types, unknown_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +29,14 @@ class LayerRecipe:
     weight: QuantSpec
     activation: QuantSpec
     skipped_by: str | None = None
+
+
+class Override(TypedDict):
+    """What a key of `overrides` may change."""
+
+    weight: Mapping[str, Any]
+    activation: Mapping[str, Any]
+    skip: bool
 
 
 @dataclass(frozen=True)
@@ -255,9 +263,8 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
     problem = unknown_name(change, ("weight", "activation", "skip"))
     if problem:
         raise ValueError(f"{where}: {problem}")
+    check_types(Override, change, where)
     for key, value in change.items():
-        if key != "skip" and not isinstance(value, Mapping):
-            raise ValueError(f"{where}[{key!r}]: must be a mapping, got {value!r}")
         if key != "skip":
             _check_fields(f"{where}[{key!r}]", value)
 

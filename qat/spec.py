@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
+
+from qat.text import check_types
 
 Role = Literal["weight", "activation"]
 Granularity = Literal["tensor", "channel", "group"]
@@ -85,21 +87,15 @@ class QuantSpec:
     def __post_init__(self) -> None:
         given = self.given()
         bits, percentile = given.get("bits", 8), given.get("percentile", 100)
-        if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 16:
+        check_types(QuantSpec, given)
+        if not 1 <= bits <= 16:
             raise ValueError(f"QuantSpec: bits must be a whole number from 1 to 16, got {bits!r}")
-        if not isinstance(percentile, (int, float)) or not 50 < percentile <= 100:
+        if not 50 < percentile <= 100:
             raise ValueError(f"QuantSpec: percentile must be above 50 and at most 100, got {percentile!r}")
-        for name, choices in _CHOICES.items():
-            if name in given and given[name] not in get_args(choices):
-                raise ValueError(
-                    f"QuantSpec: {name} must be one of {', '.join(get_args(choices))}, got {given[name]!r}"
-                )
         self._check_group()
         self._check_ewgs()
-        if not isinstance(given.get("options", {}), Mapping):
-            raise ValueError(f"QuantSpec: options must be a mapping of names to values, got {self.options!r}")
         most = self.max_magnitude
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        if most is not None and most < 1:
             raise ValueError(f"QuantSpec: max_magnitude must be a whole number of at least 1 or None, got {most!r}")
         if self.narrow_range and self.signed is False:
             raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
@@ -117,12 +113,12 @@ class QuantSpec:
                 " use granularity='group'"
             )
         grouped = granularity == "group" or size is not None
-        if grouped and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if grouped and (size is None or size < 1):
             raise ValueError(f"QuantSpec: granularity='group' needs a group_size of at least 1, got {size!r}")
 
     def _check_ewgs(self) -> None:
         delta = self.ewgs_delta
-        if delta is not None and (not isinstance(delta, (int, float)) or not 0 <= delta < float("inf")):
+        if delta is not None and not 0 <= delta < float("inf"):
             raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {delta!r}")
         if delta is not None and self.ewgs not in ("fixed", UNSET):
             raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
@@ -179,6 +175,7 @@ class QuantSpec:
         int2 symmetric per channel
         """
         change = {name: value for name, value in change.items() if value is not UNSET or name not in _REQUIRED}
+        check_types(QuantSpec, change)
         dropped: dict[str, Any] = {}
         if change.get("rule", self.rule) != self.rule:
             dropped |= {"options": {}, "grad_scale": "none" if change["rule"] == "pact" else "sample"}
@@ -223,8 +220,6 @@ def narrow_by_bits(bits: int) -> bool:
     """Whether a grid leaves out its lowest integer unless a spec says otherwise: all but those of 2 and 3 bits do."""
     return bits not in (2, 3)
 
-
-_CHOICES: dict[str, Any] = {"granularity": Granularity, "init": RangeInit, "grad_scale": GradScale, "ewgs": EWGS}
 
 _REQUIRED = {each.name for each in fields(QuantSpec)} - {"group_size", "ewgs_delta", "max_magnitude"}
 """The fields of a complete spec; of the others None is a choice too."""

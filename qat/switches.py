@@ -11,7 +11,7 @@ from qat.layers.twins import QuantTwin
 from qat.preparation.replacements import QUANTIZER_ARGUMENTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, pattern_of
-from qat.text import did_you_mean
+from qat.text import check_types, did_you_mean
 from qat.tracing.nodes import submodule_of
 
 Layers = str | type[nn.Module] | Iterable[str | type[nn.Module]]
@@ -98,7 +98,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     >>> [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
     ['weight', 'bias']
     """
-    expect_model(freeze_scales, model)
+    expect_model(freeze_scales, model, locals())
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     if not quantizers:
         raise ValueError("freeze_scales: the model has no quantizer; call qat.prepare first")
@@ -118,6 +118,7 @@ def switched(quantizers: list[Quantizer], disabled: bool) -> ExitStack:
 
 def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, activations: bool) -> list[Quantizer]:
     """The quantizers of these roles in what the patterns name, each once."""
+    check_types(_selected, locals(), caller)
     roles = {role for role, wanted in (("weight", weights), ("activation", activations)) if wanted}
     if not roles:
         raise ValueError(f"{caller}: weights and activations are both False; one of them must be True")

@@ -1,8 +1,11 @@
-"""Text for a reader: tables, errors in a line, and the names that a misspelt one probably stands for."""
+"""Text for a reader: tables, errors in a line, the names that a misspelt one stands for, and values of a wrong type."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from functools import cache
+from numbers import Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
@@ -83,3 +86,47 @@ def first_line(error: BaseException) -> str:
     ('no such grid', 'ValueError')
     """
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "None",
+         Mapping: "a mapping"}  # fmt: skip
+
+UNIONS = (Union, UnionType)
+
+
+def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
+    """Refuse values of other types than the fields of a class or the arguments of a function have; no bool is a number.
+
+    Raises:
+        ValueError: with what would be right; it begins with `where`, or else with the name of the class or function.
+    """
+    for name, hint in _hints_of(kind).items():
+        if name in given and not _fits(given[name], hint):
+            where = where or kind.__qualname__.removesuffix(".__init__")
+            raise ValueError(f"{where}: {name} must be {_words(hint)}, got {given[name]!r}")
+
+
+_hints_of = cache(get_type_hints)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint) or hint, [each for each in get_args(hint) if each is not ...]
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if origin in UNIONS:
+        return any(_fits(value, each) for each in inner)
+    if isinstance(value, bool) or origin is Any:
+        return origin in (bool, Any)
+    if origin not in (tuple, frozenset, Mapping) or not isinstance(value, origin):
+        return isinstance(value, Real if origin is float else origin)
+    values, kinds = (value.values(), inner[1:]) if isinstance(value, Mapping) else (value, inner)
+    return all(any(_fits(each, kind) for kind in kinds) for each in values)
+
+
+def _words(hint: Any) -> str:
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Literal, *UNIONS):
+        return f"one of {', '.join(inner)}" if origin is Literal else " or ".join(map(_words, inner))
+    return WORDS.get(origin, f"a {origin.__name__}") + (
+        f" of {_words(inner[0])}" if origin in (tuple, frozenset) else ""
+    )

@@ -76,6 +76,8 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
 
         loss = mean over images of KL(softmax(float logits) || softmax(logits))
 
+    Outputs (N, 1, ...) are taken as the logits of one class against another, whose logit is 0.
+
     Args:
         model: a classifier from `prepare`, calibrated; its modes and switches are put back.
         batches: as for `calibrate`; a few hundred images order the layers.
@@ -118,10 +120,11 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
 def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
     """The logarithms of the classes' probabilities, in double precision: small losses are differences of these."""
     logits = run_batch("layer_losses", model, inputs)
-    if not isinstance(logits, Tensor) or logits.dim() < 2 or logits.shape[1] < 2:
+    if not isinstance(logits, Tensor) or logits.dim() < 2:
         given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"layer_losses: it compares the classes of outputs (N, classes, ...); the model gives {given}")
-    return torch.log_softmax(logits.double(), 1)
+    two = logits if logits.shape[1] > 1 else torch.cat((torch.zeros_like(logits), logits), 1)
+    return torch.log_softmax(two.double(), 1)
 
 
 def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:

@@ -17,6 +17,7 @@ from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.base import FLOOR_SHARE
 from qat.quantizer.granularity import to_groups
+from qat.ranges import require_finite
 
 SAMPLE = 2**14
 """About how many values of a tensor are looked at."""
@@ -30,11 +31,13 @@ def quantizer_statistics(model: nn.Module, batch: Batch) -> dict[str, dict[str, 
 
     With v = x / scale + zero_point and y the quantized x, over a sample of some 16,000 values of each tensor:
 
-        clipped_low  = share of v that rounds below qmin;    clipped_high = share that rounds above qmax
+        clipped_low  = share of v < qmin - 1;    clipped_high = share of v > qmax + 1
         levels       = integers that occur / integers of the grid
         sqnr         = 10 * log10(sum(x^2) / sum((x - y)^2)), in dB, at most 120
 
-    A healthy 8-bit tensor has 30 to 45 dB, each bit less costs 6. Rules off the uniform grid have `sqnr` alone.
+    Less than half a step beyond the grid, which ends at qmin - 0.5 and qmax + 0.5, a value loses little more than by
+    rounding, and does not count. A healthy 8-bit tensor has 30 to 45 dB, each bit less costs 6. Rules off the uniform
+    grid have `sqnr` alone.
 
     Args:
         model: prepared and calibrated; it runs once in evaluation mode, and is then in the mode that it was in.
@@ -115,9 +118,10 @@ def _of(quantizer: Quantizer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     if quantizer.uniform and quantizer.exportable:
         qmin, qmax = quantizer.bounds()
         scale, zero_point = quantizer.grid(x)
+        steps = x / scale + zero_point
         integers = ((x / scale).round() + zero_point).nan_to_num(0.0)
         used = torch.bincount((integers.clamp(qmin, qmax) - qmin).flatten().long(), minlength=qmax - qmin + 1)
-        row |= {"clipped_low": (integers < qmin).float().mean(), "clipped_high": (integers > qmax).float().mean()}
+        row |= {"clipped_low": (steps < qmin - 1).float().mean(), "clipped_high": (steps > qmax + 1).float().mean()}
         row["levels"] = (used > 0).float().mean()
     return row
 
@@ -159,7 +163,7 @@ LOST, LOST_MORE = 15.0, 18.0
 
 @torch.no_grad()
 def warn_of_losses(layers: list[tuple[str, QuantLayer]]) -> None:
-    """Warn of a rule that loses far more of a weight than its bits do on an even grid."""
+    """Warn of a rule that loses far more of a weight than its bits do on an even grid; refuse one that makes it NaN."""
     lost = []
     for name, layer in layers:
         quantizer, weight = layer.weight_quantizer, layer.channels_first(whole(layer.weight)).float()
@@ -167,7 +171,9 @@ def warn_of_losses(layers: list[tuple[str, QuantLayer]]) -> None:
         low, high = rows.aminmax(dim=1, keepdim=True)
         step = ((high - low) / (2**spec.bits - 1)).clamp(min=torch.finfo(rows.dtype).tiny)
         even = min(float(sqnr(rows, ((rows - low) / step).round() * step + low)), 6.0 * spec.bits)
-        if (found := float(sqnr(weight, quantizer(weight)))) < min(LOST, even - LOST_MORE):
+        quantized = quantizer(weight)
+        require_finite(quantized, f"calibrate: weight of {name!r}: behind the rule {spec.rule!r} ")
+        if (found := float(sqnr(weight, quantized))) < min(LOST, even - LOST_MORE):
             lost.append(
                 f"calibrate: the rule {spec.rule!r} keeps {found:.0f} dB of the weight of {name!r}, where {spec.bits}"
                 f" bits keep {even:.0f}; choose other options than {dict(spec.options)}, or another rule"

@@ -44,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--choices", type=counts, default=[2, 3, 4, 8], metavar="B,B", help="default: 2,3,4,8")
-    parser.add_argument("--size", type=number, metavar="B", help="weights of at most their size at B bits each")
-    parser.add_argument("--bops", type=number, metavar="B", help="bit operations of at most those of B by B bits")
+    parser.add_argument(
+        "--size", type=number, metavar="BITS", help="at most so many bits, not bytes, a weight on average"
+    )
+    parser.add_argument("--bops", type=number, metavar="BITS", help="bit operations of at most those of BITS by BITS")
     latency = "at most MS milliseconds, of what you measured: YAML, layer: {bits: milliseconds}"
     parser.add_argument("--latency", nargs=2, metavar=("FILE", "MS"), help=latency)
     drop = "the smallest size whose calibrated top-1 is at most so many points below float"
@@ -125,6 +127,8 @@ class Search:
         found, least = {}, self.choices[0]
         for kind, asked, power in (("bytes", given.size, 1), ("bit operations", given.bops, 2)):
             if asked is not None:
+                if asked > self.choices[-1]:
+                    raise UserError(f"bits: a budget of {asked:g} bits is above all --choices; it is in bits a weight")
                 whole = sum(costs[least] for costs in self.kinds[kind].values())
                 found[kind] = whole * (asked / least) ** power
         if given.latency:

@@ -5,6 +5,7 @@ import logging
 
 import qat
 from qat.cli import benchmark, bits, compare, evaluate, export, lint, predict, report, sensitivity, train, verify
+from qat.training.config.imports import import_extensions
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
@@ -25,7 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
     if more:  # argparse takes no further ones after an option
         given.overrides = [*given.overrides, *more]
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    return exit_status(lambda: int(given.run(given)), way_on=given.way_on)
+
+    def run() -> int:
+        import_extensions(getattr(given, "imports", []), "--import")
+        return int(given.run(given))
+
+    return exit_status(run, way_on=given.way_on)
 
 
 def build_parser() -> argparse.ArgumentParser:

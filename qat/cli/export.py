@@ -1,4 +1,4 @@
-"""Write the integer model of a run to a file of your own, and prove it; the run folder stays as it is."""
+"""Write the integer model of a run to a file, and prove it."""
 
 import argparse
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from torch import fx
 
 import qat
 from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
+from qat.cli.runtimes import TFLITE
 from qat.cli.verify import compared, is_other, sentences
 from qat.export.agreement import Pair
 from qat.export.exporter import Format
@@ -22,7 +23,7 @@ from qat.layers import QuantLayer
 from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import about_model, export_metadata
-from qat.training.run.folder import read_summary
+from qat.training.run.folder import MODEL, read_summary
 from qat.training.run.proof import prove
 
 EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
@@ -44,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `export`."""
     add_run(parser)
     add_overrides(parser)
-    parser.add_argument("--to", required=True, metavar="FILE", help="the file to write; an existing one is refused")
+    parser.add_argument(
+        "--to", metavar="FILE", help="an existing one is refused; default: model.onnx or model.tflite in RUN"
+    )
     parser.add_argument("--target", choices=tuple(OPTIONS), default="onnx", help="the kind of file; default: onnx")
     parser.add_argument("--no-proof", action="store_true", help="do not run the file over the validation split")
     onnx = parser.add_argument_group("with --target onnx")
@@ -67,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Export, then prove; 1 if the proof fails."""
-    opened, path = open_run(given.run_path, given.model), Path(given.to).expanduser()
-    litert = given.target == "litert"
+    opened, litert = open_run(given.run_path, given.model), given.target == "litert"
+    path = Path(given.to).expanduser() if given.to else opened.folder / (TFLITE if litert else MODEL)
     for name in OPTIONS["onnx" if litert else "litert"]:
         if getattr(given, name) not in (None, False):
             raise UserError(f"--{name.replace('_', '-')}: is no option of --target {given.target}; leave it out")

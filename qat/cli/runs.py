@@ -32,18 +32,20 @@ from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOL
 
 WRITERS = {
     MODEL: "train.py writes it with resume=auto export.onnx=true",
-    TFLITE: "python -m qat export {0} --target litert --to {0}/model.tflite writes it",
+    TFLITE: "python -m qat export {0} --target litert writes it",
 }
 
 HINT = "or a model.onnx or model.tflite"
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """RUN, and who builds its float model if that is the user's own."""
+    """RUN, and the code of the user's own that it needs: rules and targets, and what builds the float model."""
     parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
     parser.add_argument(
         "--model", metavar="PACKAGE.MODULE:CALLABLE", help="builds the float model, for runs of a model of your own"
     )
+    own = "registers rules or targets, for runs with imports; found from the current folder; may be repeated"
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=own)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

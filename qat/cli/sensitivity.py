@@ -21,6 +21,7 @@ from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.text import table
 from qat.training.errors import value_errors_reported
+from qat.training.report.findings import change_of, stands_out
 from qat.training.report.page import write_report
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
@@ -28,8 +29,8 @@ from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat sensitivity runs/resnet_int8"
 
-BITS, MOST, SHARE = 8, 5, 0.1
-"""What a layer gets that stands out with fewer; so many layers at most; and only for this share of the whole cost."""
+BITS, MOST = 8, 5
+"""What a layer gets that stands out with fewer; so many layers at most."""
 
 Result = dict[str, Any]
 
@@ -81,17 +82,10 @@ class _Evaluation:
         return {"top1": top1, "loss": float(loss.mean()), "noise_to_baseline": noise[0], "noise_to_float": noise[-1]}
 
 
-def _change(result: Result, row: Result, side: str, part: str) -> tuple[float, float, bool]:
-    """Points of top-1 and loss against float (`only`) or the whole model (`all_but`), and if the latter is no noise."""
-    reference, score = {"only": "float", "all_but": "baseline"}[side], row[side][part]
-    top1, loss = (score[key] - result[reference][key] for key in ("top1", "loss"))
-    return top1, loss, abs(loss) > score[f"noise_to_{reference}"]
-
-
 def _cell(result: Result, row: Result, side: str, part: str) -> str:
     if part not in row[side]:
         return ""
-    top1, loss, stands_out = _change(result, row, side, part)
+    top1, loss, stands_out = change_of(result, row, side, part)
     return f"{top1:+.2f} / {loss:+.4f}{'*' if stands_out else ' '}"
 
 
@@ -111,15 +105,13 @@ def _table(result: Result) -> list[str]:
 def suggested(result: Result, model: nn.Module) -> Result:
     """Overrides for the layers that cost most: 8 bits for what has fewer, float for a layer that has 8.
 
-    A layer stands out if the model is worse with only it quantized and better with all but it, both beyond noise, and
-    the latter gives back at least `SHARE` of what quantization costs in all.
+    These are the layers that `stands_out` names.
     """
-    least, found = SHARE * (result["baseline"]["loss"] - result["float"]["loss"]), Result()
+    found = Result()
     for row in sorted(result["layers"], key=lambda row: row["all_but"]["both"]["loss"]):
-        (_, worse, alone), (_, better, without) = (_change(result, row, side, "both") for side in ("only", "all_but"))
         layer, owner = (model.get_submodule(name) for name in (row["name"], row["name"].rpartition(".")[0]))
         has_key = isinstance(layer, QuantLayer) and not isinstance(owner, CompositeTwin)
-        if has_key and alone and without and worse > 0 and -better > max(least, 0) and len(found) < MOST:
+        if has_key and stands_out(result, row) and len(found) < MOST:
             parts = [each for role, [each, *_] in operands_of(model)[row["name"]].items() if role != "both"]
             low = {each.role: each for each in parts if each.spec.bits < BITS}
             more = {role: {"bits": BITS, **({} if each.uniform else {"rule": "lsq"})} for role, each in low.items()}

@@ -66,7 +66,7 @@ class Distillation:
         amp: torch.dtype | None = None,
         features: Mapping[str, float] | None = None,
     ) -> None:
-        expect_model(Distillation, teacher)
+        expect_model(Distillation, teacher, locals())
         if not temperature > 0:
             raise ValueError(f"Distillation: temperature must be above 0, got {temperature!r}")
         for share in (weight, *(features or {}).values()):

@@ -47,7 +47,7 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        expect_model(EMA, model)
+        expect_model(EMA, model, locals())
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA: decay must be from 0 to 1, got {decay!r}")
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]

@@ -57,7 +57,7 @@ class GradualQuantization:
     def __init__(
         self, model: nn.Module, *, activations_from: float = 0.0, weight_share: float = 1.0, weights_from: float = 0.5
     ) -> None:
-        expect_model(GradualQuantization, model)
+        expect_model(GradualQuantization, model, locals())
         self.activations_from, self.weight_share, self.weights_from = activations_from, weight_share, weights_from
         for name, inside, bounds in (
             ("activations_from", 0 <= activations_from < 1, "from 0 to below 1"),

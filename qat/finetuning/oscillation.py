@@ -104,7 +104,7 @@ class Oscillations:
         momentum: float = 0.01,
         most_bits: int = 4,
     ) -> None:
-        expect_model(Oscillations, model)
+        expect_model(Oscillations, model, locals())
         _check(dampen, freeze, freeze_from, after, momentum)
         self.dampen, self.freeze, self.freeze_from = dampen, freeze, freeze_from
         self.after, self.momentum = after, momentum

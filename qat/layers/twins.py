@@ -167,9 +167,10 @@ def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinCla
     'Projection'
     """
 
+    if not (isinstance(float_class, type) and issubclass(float_class, nn.Module)) or issubclass(float_class, QuantTwin):
+        raise TypeError(f"register_twin: expected a class of float layers, @register_twin(Float), got {float_class!r}")
+
     def register(cls: TwinClass) -> TwinClass:
-        if not (isinstance(float_class, type) and issubclass(float_class, nn.Module)):
-            raise TypeError(f"register_twin: expected a class of layers, got {float_class!r}")
         if not (isinstance(cls, type) and issubclass(cls, QuantTwin)):
             raise TypeError(f"register_twin({float_class.__name__}): expected a subclass of QuantLayer, got {cls!r}")
         known = _TWINS.get(float_class, cls)

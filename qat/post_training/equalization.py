@@ -14,6 +14,7 @@ from qat.post_training.stretches import called, norm_of, owns_weight, used_once
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import traced_parts
 from qat.quantizer import Quantizer
+from qat.text import check_types
 from qat.torch_internals import AnyBatchNorm, AnyConvolution
 
 HOMOGENEOUS = (nn.ReLU, nn.Identity, nn.Dropout, nn.Dropout2d, F.relu, torch.relu, "relu")
@@ -59,6 +60,7 @@ class CrossLayerEqualization:
     before_ranges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_types(type(self), vars(self))
         if self.rounds < 1:
             raise ValueError(f"CrossLayerEqualization: rounds must be at least 1, got {self.rounds}")
 

@@ -27,7 +27,7 @@ from qat.post_training.rounding import SoftRounding
 from qat.post_training.stretches import Stretch, stretches
 from qat.quantizer import Quantizer
 from qat.switches import switched
-from qat.text import some
+from qat.text import check_types, some
 from qat.torch_internals import pytree
 
 WARM_UP, BETAS = 0.2, (20.0, 2.0)
@@ -72,6 +72,7 @@ class AdaRound:
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
+        check_types(type(self), vars(self))
         if self.iterations < 1 or self.batch_size < 1:
             raise ValueError(f"{kind}: iterations and batch_size must be at least 1, got {self}")
         if not (self.lr > 0 and self.rounding_weight > 0 and self.scale_lr >= 0 and 0 <= self.drop <= 1):

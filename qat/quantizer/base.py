@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qat.collectives import rank_count
 from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
 from qat.functional.tensors import overwrite, require_floating
+from qat.inputs import described
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
@@ -204,6 +205,8 @@ class Quantizer(nn.Module):
             # The paper's delta is for a range of length 1, ewgs_gradient's for a step of length 1.
             x = ewgs_gradient(x, self.grid(x)[0].detach(), delta / self.span())
         y = self.quantize(x)
+        if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+            raise ValueError(f"{type(self).__name__}.quantize: x is {described(x)}, what it returned {described(y)}")
         return from_groups(y, self.spec) if grouped else y
 
     def follow(self, x: Tensor) -> None:

@@ -19,7 +19,7 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
 
     Raises:
         ValueError: if the name is taken by another class.
-        TypeError: if the class is not a `Quantizer`.
+        TypeError: if the name is none, as of a decorator without parentheses, or the class is not a `Quantizer`.
 
     A rule whose values lie on the grid is deployed with `codes(x)` and `grid(x)`, which have to agree with
     `quantize(x)`; one whose values do not sets `exportable = False`. What else a rule may override is said in
@@ -34,6 +34,9 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
     >>> create_quantizer(QuantSpec(rule="doc_fixed"))
     FixedGrid(doc_fixed, uint8 affine per tensor)
     """
+
+    if not isinstance(name, str) or not name:
+        raise TypeError(f'register_quantizer: write @register_quantizer("name") above the class, got {name!r}')
 
     def register(cls: QuantizerClass) -> QuantizerClass:
         if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
@@ -56,9 +59,8 @@ def registered_quantizers() -> list[str]:
 def quantizer_class(rule: str) -> type[Quantizer]:
     """The class registered under this name."""
     if rule not in _QUANTIZERS:
-        hint = did_you_mean(rule, _QUANTIZERS)
-        known = ", ".join(registered_quantizers())
-        raise ValueError(f"unknown quantizer {rule!r}; registered: {known}{hint and f'; {hint}'}")
+        hint = did_you_mean(rule, _QUANTIZERS) or "import the module of one of your own first (in a config: imports)"
+        raise ValueError(f"unknown quantizer {rule!r}; registered: {', '.join(registered_quantizers())}; {hint}")
     return _QUANTIZERS[rule]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from qat.collectives import rank_count, reshard, summed
 from qat.inputs import expect_model
 from qat.quantizer.base import Quantizer
+from qat.text import check_types
 from qat.torch_internals import BatchOrInstanceNorm
 
 NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -78,6 +79,7 @@ def parameter_groups(
     quantizers_8_bits 2 0.001 0.0
     """
     expect_model(parameter_groups, model)
+    check_types(parameter_groups, {"weight_decay_by_bits": weight_decay_by_bits})
     _check(
         {"quantizer_lr_factor": quantizer_lr_factor, "quantizer_lr": quantizer_lr},
         lr=lr, weight_decay=weight_decay, norm_weight_decay=norm_weight_decay,

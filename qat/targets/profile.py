@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from qat.spec import Granularity, QuantSpec, Role, default_spec
+from qat.text import check_types
 
 Operation = Literal[
     "add", "avg_pool", "cat", "div", "elu", "gelu", "group_norm", "hardsigmoid", "hardswish", "instance_norm",
@@ -32,6 +33,9 @@ class GridLimits:
     signed: tuple[bool, ...]
     symmetric: tuple[bool, ...]
     granularities: tuple[Granularity, ...]
+
+    def __post_init__(self) -> None:
+        check_types(GridLimits, vars(self))
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class TargetProfile:
     file: Literal["onnx", "tflite"] = "onnx"
 
     def __post_init__(self) -> None:
+        check_types(TargetProfile, vars(self))
         object.__setattr__(self, "weight", self.weight.resolved(default_spec("weight")))
         object.__setattr__(self, "activation", self.activation.resolved(default_spec("activation")))
 

@@ -45,6 +45,7 @@ def profile_of(target: str) -> TargetProfile:
     ['cat', 'max_pool']
     """
     if target not in tuple(PROFILES):  # a tuple: what the user gives may be unhashable
-        hint = did_you_mean(str(target), PROFILES)
-        raise ValueError(f"unknown target {target!r}; registered: {', '.join(PROFILES)}{hint and f'; {hint}'}")
+        own = "import the module of one of your own first (in a config: imports)"
+        hint = did_you_mean(str(target), PROFILES) or own
+        raise ValueError(f"unknown target {target!r}; registered: {', '.join(PROFILES)}; {hint}")
     return PROFILES[target]

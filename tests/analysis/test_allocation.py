@@ -131,6 +131,16 @@ def test_the_bits_of_a_small_net_are_the_best_of_all_by_its_own_losses() -> None
     assert mixed < uniform
 
 
+def test_one_channel_is_a_class_against_the_rest() -> None:
+    """Point 35: masks (N, 1, H, W); the loss is the divergence of what sigmoid says of each pixel."""
+    float_model, x = nn.Sequential(nn.Conv2d(3, 1, 3)).eval(), torch.randn(8, 3, 8, 8)
+    model = calibrated(float_model, x, {"0": 3})
+    with torch.no_grad():
+        p, q = (torch.sigmoid(each.eval()(x).double()) for each in (float_model, model))
+    expected = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    assert qat.layer_losses(model, [x]) == {"0": pytest.approx(float(expected.mean()), rel=1e-5)}
+
+
 def test_a_model_without_quantizers_is_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"^layer_losses: the model has no quantizer in use; call qat\.prepare first$"):
         qat.layer_losses(net(), torch.randn(2, 3, 8, 8))
@@ -138,8 +148,8 @@ def test_a_model_without_quantizers_is_a_sentence() -> None:
 
 def test_a_model_without_classes_and_no_batch_are_sentences() -> None:
     x = torch.randn(4, 3)
-    model = calibrated(nn.Sequential(nn.Linear(3, 1)).eval(), x, {"0": 4})
-    with pytest.raises(ValueError, match=r"^layer_losses: it compares .* the model gives \(4, 1\)$"):
+    model = calibrated(nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).eval(), x, {"0": 4})
+    with pytest.raises(ValueError, match=r"^layer_losses: it compares .* the model gives \(4,\)$"):
         qat.layer_losses(model, x)
     with pytest.raises(ValueError, match=r"^layer_losses: there is no batch$"):
         qat.layer_losses(model, [])

@@ -22,12 +22,13 @@ def by_hand(x: torch.Tensor, quantizer: Quantizer) -> dict[str, float]:
     """The statistics of a tensor by the formula of the docstring."""
     scale, zero_point = (np.float64(each.detach().numpy()) for each in quantizer.grid())
     qmin, qmax = quantizer.spec.qmin, quantizer.spec.qmax
-    integers = np.rint(np.float64(x.detach().numpy()) / scale) + zero_point
+    steps = np.float64(x.detach().numpy()) / scale
+    integers, steps = np.rint(steps) + zero_point, steps + zero_point
     y = (integers.clip(qmin, qmax) - zero_point) * scale
     return {
         "sqnr": decibels(x.detach().numpy(), y),
-        "clipped_low": float((integers < qmin).mean()),
-        "clipped_high": float((integers > qmax).mean()),
+        "clipped_low": float((steps < qmin - 1).mean()),
+        "clipped_high": float((steps > qmax + 1).mean()),
         "levels": len(np.unique(integers.clip(qmin, qmax))) / (qmax - qmin + 1),
     }
 
@@ -47,6 +48,18 @@ def test_statistics_are_those_of_the_formula(bits: int) -> None:
     assert found["input_quantizer"]["clipped_low"] > 0 < found["0.weight_quantizer"]["clipped_high"]
     with qat.disable_fake_quant(model, activations=False):
         assert quantizer_statistics(model, x).keys() == {"input_quantizer"}
+
+
+def test_values_just_beyond_the_last_level_are_not_clipped() -> None:
+    """Point 25: white pixels a hundredth of a step beyond where the last level ends."""
+    model = qat.prepare(nn.Sequential(nn.Linear(4, 2)))
+    qat.calibrate(model, [torch.tensor([[0.0, 0.1, 0.5, 1.0]])])
+    scale, zero_point = model.input_quantizer.grid()
+    ends = [-0.51, -0.9, 255.51, 255.9]
+    near = quantizer_statistics(model, (torch.tensor([ends]) - zero_point) * scale)["input_quantizer"]
+    assert near["clipped_low"] == near["clipped_high"] == 0
+    far = quantizer_statistics(model, (torch.tensor([[*ends[:2], 256.1, 300.0]]) - zero_point) * scale)
+    assert far["input_quantizer"]["clipped_high"] == 0.5
 
 
 def test_a_large_tensor_is_sampled_and_the_sample_is_fair() -> None:

@@ -31,7 +31,7 @@ def exported(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of runs/pets, of the target onnxruntime, with its model.tflite, C sources and table."""
     run = tmp_path_factory.mktemp("litert") / "pets"
     shutil.copytree(pets / "runs" / "pets", run)
-    files = ["--to", str(run / "model.tflite"), "--c-array", "--table", str(run / "table.csv")]
+    files = ["--c-array", "--table", str(run / "table.csv")]  # point 26: without --to it is RUN/model.tflite
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(pets)
         assert main(["export", str(run), "--target", "litert", *files]) == 0
@@ -164,8 +164,7 @@ LITERT = ["export", "runs/pets", "--target", "litert", "--to", "x.tflite"]
         ([*LITERT, "--table", "no/x.csv"], "--table: 'no/x.csv': there is no folder 'no'"),
         (
             ["verify", "runs/pets", "--runtime", "litert"],
-            "RUN: 'runs/pets' has no model.tflite; python -m qat export runs/pets --target litert --to"
-            " runs/pets/model.tflite writes it",
+            "RUN: 'runs/pets' has no model.tflite; python -m qat export runs/pets --target litert writes it",
         ),
         (["verify", "runs/pets", "--runtime", "litert", "--default-session"], "--default-session: is of ONNX Runtime"),
         (

@@ -16,8 +16,10 @@ from PIL import Image
 import qat
 from qat.cli import runtimes
 from qat.cli.command import VERBS, build_parser
+from qat.quantizer import registry
 from qat.training import script
 from qat.training.run.checkpoint import state_digest
+from tests.runs.finished_runs import in_place
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -76,6 +78,60 @@ def test_a_model_of_ones_own_is_built_only_if_the_user_names_it(own: Path, verb:
     assert (status, err) == (2, "--model: model.name: 'tinymodels' has no 'tinny'; did you mean 'tiny'?\n")
     status, out, err = verb("evaluate", "runs/own", "--model", "tinymodels:tiny", place=own)
     assert status == 0 and "onnxruntime" in out, err
+
+
+OWN_RULE = """
+import qat
+from qat.functional import fake_quantize
+
+@qat.register_quantizer("own_rule")
+class OwnRule(qat.Quantizer):
+    def quantize(self, x):
+        return fake_quantize(x, *self.grid(), *self.bounds())
+"""
+ON_A_RUN = {
+    "predict": ["x.png"], "evaluate": [], "verify": [], "sensitivity": ["--images", "8"], "bits": ["--size", "8"],
+    "benchmark": ["--rounds", "1", "--batch", "1"], "export": ["--to", "x.onnx"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ruled(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run runs/ruled, whose weights are on a rule of one's own."""
+    place = Path(shutil.copytree(own, tmp_path_factory.mktemp("ruled") / "own"))
+    (place / "own_rules.py").write_text(OWN_RULE)
+    rule = ["imports=[own_rules]", "quantization.weight.rule=own_rule", "qat.epochs=1", "float.epochs=0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_QUANTIZERS", dict(registry._QUANTIZERS))
+        assert in_place(place, "--config", "own.yaml", "run_dir=runs/ruled", *rule) == 0
+    sys.modules.pop("own_rules")
+    return place
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_verbs_open_a_run_with_a_rule_of_ones_own(
+    name: str, ruled: Path, verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Point 29: from any folder, with --import; without it no code is imported, and the sentence says what to do."""
+    assert ("--import" in verb(name, "--help")[1]) == (name in ON_A_RUN)
+    if name not in ON_A_RUN:
+        return
+    monkeypatch.setattr(registry, "_QUANTIZERS", dict(registry._QUANTIZERS))
+    monkeypatch.syspath_prepend(ruled)
+    Image.new("RGB", (16, 16)).save(tmp_path / "x.png")
+    command = [name, str(ruled / "runs" / "ruled"), *ON_A_RUN[name], "--model", "tinymodels:tiny"]
+    needs = name not in ("predict", "benchmark")  # they run model.onnx
+    status, _, err = verb(*command, place=tmp_path)
+    assert (status == 2 and "the run imported own_rules: import that first" in err) if needs else status == 0, err
+    assert "own_rules" not in sys.modules
+    status, out, err = verb(*command, "--import", "own_rules", place=tmp_path)
+    assert status == 0 and "own_rules" in sys.modules, f"{out}{err}"
+    sys.modules.pop("own_rules")
+
+
+def test_a_module_to_import_that_is_missing_is_a_sentence(verb: Verb) -> None:
+    status, _, err = verb("evaluate", "runs/pets", "--import", "no_such_rules")
+    assert status == 2 and err.startswith("--import: no module 'no_such_rules', neither in the current folder '")
 
 
 def test_evaluate_is_what_the_run_measured(pets: Path, verb: Verb) -> None:

@@ -136,16 +136,23 @@ def test_a_spec_reads_as_one_line():
     ("wrong", "fact"),
     [
         *(
-            ({"bits": bits}, f"bits must be a whole number from 1 to 16, got {bits!r}")
-            for bits in (0, 17, 8.0, True, "8")
+            ({"bits": bits}, f"bits must be a whole number{limits}, got {bits!r}")
+            for bits, limits in ((0, " from 1 to 16"), (17, " from 1 to 16"), (8.0, ""), (True, ""), ("8", ""))
         ),
+        # Point 56: the library checks types as the YAML does.
+        ({"signed": "no"}, "signed must be true or false, got 'no'"),
+        ({"symmetric": 1}, "symmetric must be true or false, got 1"),
+        ({"narrow_range": "yes"}, "narrow_range must be true or false, got 'yes'"),
+        ({"rule": 4}, "rule must be text, got 4"),
+        ({"ewgs_delta": True}, "ewgs_delta must be a number or None, got True"),
+        ({"group_size": "8"}, "group_size must be a whole number or None, got '8'"),
         *(({"percentile": wrong}, f"percentile .* got {wrong!r}") for wrong in (50, 100.1, float("nan"), "99")),
         *(({"max_magnitude": wrong}, f"max_magnitude .* got {wrong!r}") for wrong in (0, 64.0, True)),
         ({"granularity": "group"}, "group_size of at least 1, got None"),
         ({"granularity": "channel", "group_size": 8}, "group_size=8 has no effect with granularity='channel'"),
         ({"ewgs_delta": -0.1}, "ewgs_delta .* got -0.1"),
         ({"ewgs": "none", "ewgs_delta": 0.1}, "ewgs_delta=0.1 has no effect with ewgs='none'"),
-        ({"options": 3}, "options must be a mapping of names to values, got 3"),
+        ({"options": 3}, "options must be a mapping, got 3"),
         ({"granularity": "row"}, "granularity must be one of tensor, channel, group, got 'row'"),
         ({"init": "max"}, "init must be one of minmax, percentile, mse, lsq, got 'max'"),
         ({"grad_scale": 1.0}, "grad_scale must be one of sample, batch, none, relative, got 1.0"),

@@ -131,8 +131,11 @@ def test_what_is_no_twin_is_refused() -> None:
         TypeError, match=r"^register_twin\(ScaledLinear\): expected a subclass of QuantLayer, got <class"
     ):
         register_twin(ScaledLinear)(nn.Linear)  # type: ignore[type-var]
-    with pytest.raises(TypeError, match=r"^register_twin: expected a class of layers, got 'Linear'$"):
-        register_twin("Linear")(QuantLinear)  # type: ignore[arg-type]
+    for wrong in ("Linear", QuantLinear):  # point 34: the latter as a decorator without parentheses gives it
+        with pytest.raises(
+            TypeError, match=r"^register_twin: expected a class of float layers, @register_twin\(Float\)"
+        ):
+            register_twin(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^register_twin\(Linear\): its twin is qat\.layers\.linear\.QuantLinear$"):
         register_twin(nn.Linear)(QuantScaledLinear)
 

@@ -111,7 +111,8 @@ def test_no_code_is_imported_because_a_file_names_it(
     said = refusal(changed(file, tmp_path / "x.pt", with_rule), tiny())
     assert said.startswith(f"load: {tmp_path}/x.pt: quantization.weight.rule: unknown quantizer 'mine'; registered: ")
     assert said.endswith(
-        "; the run imported tinymodels: import that first, for no code is imported because a file names it"
+        "; the run imported tinymodels: import that first (python -m qat VERB RUN --import tinymodels), for no code is"
+        " imported because a file names it"
     )
     assert "tinymodels" not in sys.modules
     said = refusal(file, nn.Linear(3, 2))

@@ -54,7 +54,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overrides": {"fc": {"weight": {"bits": 33}}}},
      "overrides['fc']['weight']: QuantSpec: bits must be a whole number from 1 to 16, got 33"),
     ({"overrides": {"fc": None}}, "overrides['fc']: must be a mapping, got None"),
-    ({"overrides": {"fc": {"weight": "int8"}}}, "overrides['fc']['weight']: must be a mapping, got 'int8'"),
+    ({"overrides": {"fc": {"weight": "int8"}}}, "overrides['fc']: weight must be a mapping, got 'int8'"),
+    # Point 56: values of the wrong type, which were taken in silence, or ended in a raw error.
+    ({"overrides": {"fc": {"skip": "no"}}}, "overrides['fc']: skip must be true or false, got 'no'"),
+    ({"overrides": {"fc": {"weight": {"bits": "4"}}}},
+     "overrides['fc']['weight']: QuantSpec: bits must be a whole number, got '4'"),
+    ({"weight": {"symmetric": "yes"}}, "weight: QuantSpec: symmetric must be true or false, got 'yes'"),
     # Grids that the target does not run.
     ({"overrides": {"fc": {"activation": {"granularity": "channel"}}}},
      "overrides['fc']: activation granularity 'channel' has no integer kernel in onnxruntime; use 'tensor'"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import qat
 from qat.functional import round_ste
 from qat.quantizer import (
     LSQQuantizer,
@@ -156,13 +157,48 @@ def test_lsq_on_an_affine_grid_does_not_learn_the_zero_point():
     assert "zero_point" in quantizer.state_dict()
 
 
+OWN = "; import the module of one of your own first (in a config: imports)"  # point 34
+
+
 def test_unknown_rules_are_refused_with_the_names_there_are():
     assert {"lsq", "lsq_plus"} <= set(registered_quantizers())
     names = ", ".join(registered_quantizers())
-    for rule, hint in (("lqs", "; did you mean 'lsq'?"), ("nothing_like_it", "")):
+    for rule, hint in (("lqs", "; did you mean 'lsq'?"), ("nothing_like_it", OWN)):
         with pytest.raises(ValueError) as refusal:
             create_quantizer(QuantSpec(rule=rule))
         assert str(refusal.value) == f"unknown quantizer {rule!r}; registered: {names}{hint}"
+
+
+def test_a_decorator_without_a_name_is_refused(registry):
+    """Point 34: it made the class a function, in silence."""
+    for wrong in (LSQQuantizer, "", 3):
+        with pytest.raises(
+            TypeError, match=r'^register_quantizer: write @register_quantizer\("name"\) above the class'
+        ):
+            register_quantizer(wrong)
+
+
+def returning(name, compute):
+    """A registered rule that returns this of its tensor."""
+    return register_quantizer(name)(type(name, (Quantizer,), {"quantize": lambda self, x: compute(x)}))
+
+
+@pytest.mark.parametrize("compute", [lambda x: x.sum(0), lambda x: x.double(), lambda x: None, lambda x: x[None]])
+def test_a_rule_that_returns_another_tensor_is_named(registry, compute):
+    """Point 34: another shape or dtype ended in an error of torch, far from the rule."""
+    returning("Careless", compute)
+    quantizer = create_quantizer(QuantSpec(rule="Careless"))
+    quantizer.mark_calibrated()
+    with pytest.raises(ValueError, match=r"^Careless\.quantize: x is float32 \(2, 3\), what it returned "):
+        quantizer(torch.randn(2, 3))
+
+
+def test_a_rule_that_gives_nan_is_named_itself(registry):
+    """Point 34: the quantizer behind it was blamed."""
+    returning("Careless", lambda x: x / 0 * 0)
+    model = qat.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), qat.QuantRecipe(weight={"rule": "Careless"}))
+    with pytest.raises(ValueError, match=r"^calibrate: weight of '0': behind the rule 'Careless' the values hold NaN"):
+        qat.calibrate(model, torch.randn(2, 4))
 
 
 def test_your_own_rule_is_registered_and_used(registry):

@@ -195,6 +195,8 @@ BAD_FILES = [
     # types and ranges
     ("qat: {epochs: 3.0}", "qat.epochs: input should be a valid integer, got 3.0"),
     ("data: {mean: [0, 0.5, a]}", 'data.mean[2]: input should be a valid number, got "a"'),
+    ("data: {mean: [0.5]}", "data.mean: expected three numbers, one for each channel, such as"),  # point 62
+    ("data: {std: 0.5}", "data.std: expected three numbers, one for each channel, such as [0.5, 0.5, 0.5], got 0.5"),
     ("qat: {epochs: -1}", "qat.epochs: input should be greater than or equal to 0, got -1"),
     ("qat: {lr: .nan}", "qat.lr: input should be a finite number, got NaN"),
     # choices

@@ -79,9 +79,10 @@ def test_chance_level_is_the_accuracy_of_a_constant_prediction(
     found = warnings_about(
         "float", "float.lr", StageConfig(epochs=3, lr=1e9), Evaluation(top1, 1.0, count, most_common), None
     )
+    luck = ", with luck up to 13.16 %" if top1 == 12.5 else ""  # point 62: it is above what one answer gives
     sentence = (
         f"float: val top1 {top1:.2f} % is at chance level: the same answer for all {count} images gives"
-        f" {most_common:.2f} %; try a lower float.lr (now 1e+09) or more epochs"
+        f" {most_common:.2f} %{luck}; try a lower float.lr (now 1e+09) or more epochs"
     )
     assert found == ([sentence] if warned else [])
     untrained = warnings_about(

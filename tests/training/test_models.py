@@ -168,7 +168,11 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "fact"),
     [
-        ("own_net:net", {}, "no module 'own_net', neither in the current folder '{folder}' nor installed"),
+        (
+            "own_net:net",
+            {},
+            "no module 'own_net', neither in the current folder '{folder}' nor on PYTHONPATH nor installed",
+        ),
         ("own_nets:nett", {}, "'own_nets' has no 'nett'; did you mean 'net'?"),
         ("own_nets:WIDTH", {}, "is int; it must be callable"),
         ("own_nets:broken", {}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
@@ -187,7 +191,7 @@ def test_own_models_that_do_not_work(module: Path, name: str, fields: dict[str, 
 
 
 @pytest.mark.parametrize("nest", ["state_dict", "model", None])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "model.", "model._orig_mod."])  # point 62
 def test_a_checkpoint_may_be_nested_and_prefixed(module: Path, nest: str | None, prefix: str) -> None:
     state = own().state_dict()
     named = OrderedDict((prefix + key, value) for key, value in state.items())
@@ -265,8 +269,9 @@ def test_floating_point_weights_of_another_width_load(module: Path, dtype: torch
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"garbage", "cannot be read ("),
-        (nn.Linear(2, 2), "cannot be read ("),  # pickled: loading it would run code
+        (b"garbage", "cannot be read (torch.save did not write it)"),
+        # Pickled: loading it would run code. Point 62: torch's page of advice, with colours, stood here.
+        (nn.Linear(2, 2), "cannot be read (it holds a torch.nn.modules.linear.Linear, which only its code could read"),
         ({"epoch": 3}, f"holds something else than weights; {FORMATS}"),
         ({"2.bias": torch.ones(5, device="meta")}, f"holds something else than weights; {FORMATS}"),
         ({}, "holds no weights"),

@@ -1,6 +1,7 @@
 """The command: the files of a run, its errors, and resuming."""
 
 import json
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     names = {path.name for path in run.iterdir()}
     expected = {"config.yaml", "last.pt", "best.pt", "float.safetensors", "model.onnx", "summary.json", "layers.txt"}
     assert names == expected | {"curves"}
+    # Point 62: float.safetensors was for its owner alone.
+    assert len({stat.S_IMODE((run / name).stat().st_mode) for name in expected}) == 1
     found = summary(run)
     assert found["onnx"]["top1"] == pytest.approx(found["qat"]["top1"], abs=1.01)
     assert found["onnx"]["agreement"] >= 0.995 and found["onnx"]["layers"]["largest_difference"] <= 1

@@ -29,6 +29,17 @@ class OffItsGrid(qat.Quantizer):
     def quantize(self, x):
         return lsq_quantize(x, self.grid()[0], *self.bounds()) * 1.5
 
+@qat.register_quantizer("of_two_shapes")
+class OfTwoShapes(qat.Quantizer):
+    def quantize(self, x):
+        return x.sum(0)
+
+@qat.register_quantizer("to_nan")
+class ToNaN(qat.Quantizer):
+    roles = ("activation",)
+    def quantize(self, x):
+        return x * float("nan")
+
 @qat.register_quantizer("half_up")
 class HalfUp(qat.Quantizer):
     def quantize(self, x):
@@ -105,6 +116,15 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
             ["imports=[own_rules]", "quantization.weight.rule=falls_over"],
             ("0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:14)",),
         ),
+        (  # point 34: these three
+            ["imports=[own_rules]", "quantization.weight.rule=of_two_shapes"],
+            ("0.weight_quantizer: the rule 'of_two_shapes' failed (ValueError: OfTwoShapes.quantize: x is float32 (",),
+        ),
+        (
+            ["imports=[own_rules]", "quantization.activation.rule=to_nan"],
+            ("input_quantizer: the rule 'to_nan' failed (NotFiniteError: the values hold NaN or infinity",),
+        ),
+        (["quantization.weight.rule=to_nan"], ("unknown quantizer 'to_nan'; ", "(in a config: imports)")),
         (
             ["imports=[own_rules]", "quantization.weight.rule=off_its_grid"],
             ("'0.weight_quantizer': the rule 'off_its_grid' computes other values", "export.onnx=false"),

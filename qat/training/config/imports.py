@@ -30,11 +30,11 @@ def current_folder_importable() -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def import_extensions(modules: Sequence[str]) -> None:
-    """Import the modules that a config lists under `imports`; they register rules and targets of the user's own."""
+def import_extensions(modules: Sequence[str], key: str = "imports[{}]") -> None:
+    """Import the modules that a user names under a key; they register rules and targets of the user's own."""
     with current_folder_importable():
         for number, name in enumerate(modules):
-            _import_module(name, f"imports[{number}]")
+            _import_module(name, key.format(number))
 
 
 @contextmanager
@@ -88,6 +88,6 @@ def _import_module(name: str, key: str) -> ModuleType:
     except Exception as error:  # user code may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{name}.".startswith(f"{absent}."):
-            where = f"neither in the current folder '{os.getcwd()}' nor installed"
+            where = f"neither in the current folder '{os.getcwd()}' nor on PYTHONPATH nor installed"
             raise UserError(f"{key}: no module '{absent}', {where}") from error
         raise UserError(f"{key}: importing '{name}' failed ({reason(error)}{place(error)})") from error

@@ -52,6 +52,15 @@ def _interval(value: Any) -> Any:
 Interval = Annotated[int | str, BeforeValidator(_interval)]
 
 
+def _for_channels(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ValueError(f"expected three numbers, one for each channel, such as [0.5, 0.5, 0.5], got {value!r}")
+    return tuple(value)
+
+
+ForChannels = BeforeValidator(_for_channels)
+
+
 class AugmentConfig(Section):
     """Training-time augmentation, in the order in which it is applied: torchvision.transforms.v2. For sets in memory,
     what does not interpolate (crop_padding, horizontal_flip, random_erasing, cutout) is done on whole batches."""
@@ -88,9 +97,9 @@ class DataConfig(Section):
     """Side of the square image that the model sees, in pixels."""
     resize_size: Count | None = None
     """Validation: resize the shorter side to this before the centre crop; default: image_size, no crop."""
-    mean: tuple[float, float, float] | None = None
+    mean: Annotated[tuple[float, float, float], ForChannels] | None = None
     """Per-channel mean of the normalisation, of pixels in [0, 1]; default: the data set's own."""
-    std: tuple[Positive, Positive, Positive] | None = None
+    std: Annotated[tuple[Positive, Positive, Positive], ForChannels] | None = None
     """Per-channel deviation of the normalisation."""
     augment: AugmentConfig = AugmentConfig()
     batch_size: Count = 64

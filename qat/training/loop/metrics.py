@@ -204,9 +204,10 @@ def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluati
     found = f"{name}: val top1 {evaluation.top1:.2f} %"
     chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
     if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
+        luck = f", with luck up to {chance:.2f} %" * (evaluation.top1 > evaluation.most_common)
         return [
             f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
-            f" {evaluation.most_common:.2f} %{advice}"
+            f" {evaluation.most_common:.2f} %{luck}{advice}"
         ]
     if start is not None:
         both = (start + evaluation.top1) / 2

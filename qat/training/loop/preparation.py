@@ -1,6 +1,7 @@
 """From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
 
 import copy
+import sys
 import warnings
 
 import torch
@@ -12,6 +13,7 @@ from qat.export.checks import check_exportable, sample_for
 from qat.export.litert.exporter import UnwritableWarning
 from qat.inputs import model_device
 from qat.quantizer.registry import quantizer_class
+from qat.ranges import require_finite
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
@@ -40,6 +42,19 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     """Call `qat.prepare` with the config's recipe; a run does so before the float training too, to find errors."""
+    try:
+        return _prepared(model, config, image_shape)
+    except UserError as error:
+        absent = [name for name in config.imports if name not in sys.modules]
+        if not absent:
+            raise
+        raise UserError(
+            f"{error}; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
+            f" {' --import '.join(absent)}), for no code is imported because a file names it"
+        ) from error
+
+
+def _prepared(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     recipe = build_recipe(config.quantization)
     for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
         with value_errors_reported(f"quantization.{tensor}.rule: "):
@@ -67,7 +82,9 @@ def _rehearse(prepared: nn.Module, exports: bool) -> None:
         quantizer.mark_calibrated()  # no range is needed to try it
         try:
             with torch.enable_grad():
-                quantizer.train()(sample_for(copied, name, quantizer).requires_grad_()).sum().backward()
+                y = quantizer.train()(sample_for(copied, name, quantizer).requires_grad_())
+                y.sum().backward()
+            require_finite(y)
         except Exception as error:  # user code may raise anything
             details = f"{reason(error)}{place(error)}"
             raise UserError(f"quantization: {name}: the rule {quantizer.spec.rule!r} failed ({details})") from error

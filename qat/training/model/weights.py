@@ -1,6 +1,8 @@
 """Loads float weights from a file into a model, strictly: all keys and shapes must match."""
 
 import os
+import pickle
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +27,8 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     """Load the weights in `path` into `model`; errors call the model `model_name` and the file `key`.
 
     The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
-    `model`. Prefixes of DataParallel and torch.compile are dropped; step counters of batch norms may be missing.
+    `model`. Prefixes of DataParallel, torch.compile and Lightning (`model.`) are dropped; step counters of batch norms
+    may be missing.
     """
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
@@ -57,7 +60,12 @@ def _read(file: Path, where: str) -> State:
     try:
         content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
-        raise UserError(f"{where} cannot be read ({reason(error)}); it must be {FORMATS}") from error
+        what, held = reason(error), re.search(r"GLOBAL ([\w.]+)", str(error))
+        if held:
+            what = f"it holds a {held[1]}, which only its code could read: save state_dict()"
+        elif isinstance(error, pickle.UnpicklingError):  # a page of advice, with colours
+            what = "torch.save did not write it"
+        raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
     if isinstance(content, dict):
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
@@ -91,7 +99,7 @@ def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> Non
 
 def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
     """Give a file's weights the names and layer versions of the model, where no information is lost."""
-    for prefix in ("module.", "_orig_mod.", "module."):  # they may be nested either way
+    for prefix in ("model.", "module.", "_orig_mod.", "module."):  # they may be nested either way
         if not any(key.startswith(prefix) for key in own):
             consume_prefix_in_state_dict_if_present(state, prefix)
     if layer_versions(state) is None:

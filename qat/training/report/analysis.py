@@ -38,7 +38,7 @@ ANSWERS = 5000
 SHOWN = 24
 """Images that are kept of those that were right before and are wrong now."""
 
-WORST, BINS, COSTS = 6, 128, ("name", "bops", "weight_bytes")
+WORST, BINS, COSTS = 6, 128, ("name", "weight_bits", "activation_bits", "bops", "weight_bytes")
 
 
 def analyse(

@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from qat.training.report.run import ReportedRun
+from qat.training.run.folder import SENSITIVITY
 from qat.training.run.report import deviation_of
 
 FAR = 2.0
@@ -31,6 +33,14 @@ HURT = 25.0
 
 BEHIND = 12.0
 """dB below the median of all layers, which is two bits."""
+
+MOST_BITS, DB_A_BIT = 8, 6.0
+"""What targets compute on at most, and what each bit less costs."""
+
+SHARE = 0.1
+"""A layer stands out in `sensitivity` only for this share of the whole cost."""
+
+RATES = ("qat.quantizer_lr_factor", "qat.quantizer_lr")
 
 
 def findings(run: ReportedRun) -> list[str]:
@@ -65,7 +75,7 @@ def _scales(run: ReportedRun) -> Iterator[str]:
     if resting:
         yield (
             f"Scales have collapsed onto their floor in {_named(resting)}: all but small values are clipped there;"
-            " lower qat.lr or qat.quantizer_lr_factor, or calibrate on more images."
+            " lower qat.lr or the rate of the scales, or calibrate on more images."
         )
     curves = run.by_quantizer("scale")
     moved = {name: abs(math.log2(max(points[-1][1], 1e-6))) for name, points in curves.items()}
@@ -76,10 +86,12 @@ def _scales(run: ReportedRun) -> Iterator[str]:
         if (value > math.log2(FAR) or jumps[name] > JUMP) and name not in resting
     }
     if far:
+        given = next((key for key in RATES if run.settings.get(key) is not None), None)
+        other = f"leave {given} out, or lower it" if given else f"lower qat.lr, or set {RATES[0]} below its default"
         yield (
             f"{len(far)} of {len(curves)} scales moved by more than a factor of {FAR:g}, or by half between two points"
             f" ({_named(far)}; the first by {2 ** max(far.values()):.3g}), while healthy ones move by percents: the"
-            " rate of the scales is too high; leave qat.quantizer_lr_factor and qat.quantizer_lr out, or lower them."
+            f" rate of the scales is too high; {other}."
         )
 
 
@@ -92,9 +104,10 @@ def _largest_jump(points: list[tuple[int, float]]) -> float:
 def _statistics(run: ReportedRun) -> Iterator[str]:
     lag = {name: value for name, value in run.analysis.get("batch_norm", {}).items() if value > LAG}
     if lag:
+        more = "set qat.bn_reestimate: always, or " * (run.settings.get("qat.bn_reestimate") != "always")
         yield (
             f"The running statistics of {len(lag)} BatchNorms are not those of the training batches ({_named(lag)}):"
-            " evaluation computes another function than training; set qat.bn_reestimate: always, or train longer."
+            f" evaluation computes another function than training; {more}train longer."
         )
 
 
@@ -105,9 +118,11 @@ def _tensors(run: ReportedRun) -> Iterator[str]:
     hurt = {name for name in clipped if bits.get(name, 8) >= FEW_BITS and sqnr.get(name, 0) < HURT}
     much = {name: clipped[name] for name in hurt if clipped[name] > CLIPPED}
     if much:
+        inits = {run.settings.get(f"quantization.{tensor}.init") for tensor in ("weight", "activation")}
+        other = ", or with init: minmax" * (inits != {"minmax"})
         yield (
             f"More than {100 * CLIPPED:.0f} % of the values are clipped in {_named(much)}: the range is too narrow;"
-            " calibrate on more images, or with init: minmax."
+            f" calibrate on more images{other}."
         )
     few = {name: -share for name, share in last["levels"].items() if share < LEVELS}
     if few:
@@ -117,9 +132,10 @@ def _tensors(run: ReportedRun) -> Iterator[str]:
         )
     turning = {name: share for name, share in last["oscillating"].items() if share > TURNING}
     if turning:
+        other = "try qat.oscillation with freeze, or " * (run.settings.get("qat.oscillation.freeze") is None)
         yield (
-            f"More than {100 * TURNING:.0f} % of the weights still turn round at the end in {_named(turning)}: try"
-            " qat.oscillation with freeze, or a lower rate at the end."
+            f"More than {100 * TURNING:.0f} % of the weights still turn round at the end in {_named(turning)}:"
+            f" {other}a lower rate at the end."
         )
     waited = [value for (name, tag), points in run.curves.items() if tag == "data_wait" for _, value in points]
     if waited and median(waited) > WAITING:
@@ -130,13 +146,38 @@ def _layers(run: ReportedRun) -> Iterator[str]:
     local = {row["name"]: row["local"] for row in run.analysis.get("layers", []) if row["local"] is not None}
     if len(local) < 3:
         return
+    bits = {row["name"]: min(row["weight_bits"], row["activation_bits"]) for row in run.analysis.get("cost", [])}
+    measured = run.of_verb(SENSITIVITY)
+    rows = {row["name"]: row for row in measured.get("layers", [])}
     middle = median(local.values())
-    behind = {name: middle - value for name, value in local.items() if middle - value > BEHIND}
-    if behind:
-        yield (
-            f"{_named(behind)} lose{'s' if len(behind) == 1 else ''} more than {BEHIND:.0f} dB beyond the other layers:"
-            " give more bits there (quantization.overrides); python -m qat sensitivity says what that gains."
-        )
+    behind = {
+        name: middle - value for name, value in local.items()
+        if middle - value > BEHIND and value < HURT - DB_A_BIT * (MOST_BITS - bits.get(name, MOST_BITS))
+        and (name not in rows or stands_out(measured, rows[name]))
+    }  # fmt: skip
+    low = {name: lost for name, lost in behind.items() if bits.get(name, MOST_BITS) < MOST_BITS}
+    rest = {name: lost for name, lost in behind.items() if name not in low}
+    for found, advice in ((low, "give more bits there ("), (rest, "at 8 bits what is left is float (skip: true in ")):
+        if found:
+            yield (
+                f"{_named(found)} lose{'s' if len(found) == 1 else ''} more than {BEHIND:.0f} dB beyond the other"
+                f" layers: {advice}quantization.overrides); python -m qat sensitivity says what that gains."
+            )
+
+
+def change_of(result: dict[str, Any], row: dict[str, Any], side: str, part: str) -> tuple[float, float, bool]:
+    """Top-1 and loss of `sensitivity` against float (`only`) or the whole, and whether the loss is beyond noise."""
+    reference, score = {"only": "float", "all_but": "baseline"}[side], row[side][part]
+    top1, loss = (score[key] - result[reference][key] for key in ("top1", "loss"))
+    return top1, loss, abs(loss) > score[f"noise_to_{reference}"]
+
+
+def stands_out(result: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether the model is worse with only this layer quantized and better with all but it, both beyond noise, and the
+    latter gives back at least `SHARE` of what quantization costs in all."""
+    least = SHARE * (result["baseline"]["loss"] - result["float"]["loss"])
+    (_, worse, alone), (_, better, without) = (change_of(result, row, side, "both") for side in ("only", "all_but"))
+    return alone and without and worse > 0 and -better > max(least, 0)
 
 
 def _last(run: ReportedRun, kind: str) -> dict[str, float]:

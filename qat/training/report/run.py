@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from qat.training.config.file import flat
+from qat.training.config.yaml_subset import parse_yaml
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 
@@ -68,6 +70,11 @@ class ReportedRun:
         """The resolved config, as text."""
         file = self.path / RESOLVED_CONFIG
         return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The values of the resolved config by their keys, `qat.lr`."""
+        return flat(parse_yaml(self.config) or {})
 
     def of_verb(self, file: str) -> dict[str, Any]:
         """What a verb has left."""
