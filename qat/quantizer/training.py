@@ -24,7 +24,7 @@ FEW, MANY = 4, 8
 def parameter_groups(
     model: nn.Module,
     lr: float,
-    weight_decay: float,
+    weight_decay: float = 0.0,
     *,
     norm_weight_decay: float = 0.0,
     quantizer_lr_factor: float | None = None,
@@ -53,7 +53,7 @@ def parameter_groups(
     Args:
         model: prepared, or any other; without quantizers there are the first three groups.
         lr: learning rate of weights, norms and biases, at least 0.
-        weight_decay: of weights, at least 0.
+        weight_decay: of weights, at least 0; as in torch.optim.SGD none unless it is given.
         norm_weight_decay: of norms and biases.
         quantizer_lr_factor: the rate of all quantizer parameters as a factor of lr; None: by bits, as above.
         quantizer_lr: the rate of all quantizer parameters, whatever lr is: for an optimizer of their own, such as

@@ -62,6 +62,11 @@ def test_every_trainable_parameter_is_in_the_right_group_once() -> None:
     torch.optim.AdamW(groups)
 
 
+def test_without_a_decay_nothing_decays() -> None:
+    """Point 26: `weight_decay` had no default, though torch's SGD has one."""
+    assert {group["weight_decay"] for group in parameter_groups(Zoo(), 0.1)} == {0.0}
+
+
 def test_a_factor_of_ones_own_makes_one_group_and_empty_ones_are_left_out() -> None:
     groups = parameter_groups(nn.ModuleList([Zoo().outer, Zoo().head]), 0.2, 0.3, quantizer_lr_factor=0.5)
     assert [(g["name"], g["lr"], g["weight_decay"], len(g["params"])) for g in groups] == [
