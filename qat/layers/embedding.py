@@ -12,8 +12,8 @@ from qat.collectives import whole
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
 from qat.layers.twins import ActivationSpec, register_twin
-from qat.quantizer.base import estimator_of
 from qat.quantizer.granularity import to_groups
+from qat.quantizer.registry import estimator_of
 from qat.spec import QuantSpec
 from qat.torch_internals import has_forward_hooks
 

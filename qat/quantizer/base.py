@@ -434,19 +434,3 @@ def without_range_warnings(model: nn.Module) -> Iterator[None]:
     finally:
         for each in without:
             each.is_calibrated = False
-
-
-def estimator_of(module: object) -> str | None:
-    """The estimator that a quantizer computes; None if its class declares none.
-
-    A rule declares it as the class attribute `estimator`. A subclass inherits it while it inherits every method that
-    decides what a call computes; one that overrides such a method has none, unless it declares one itself.
-    """
-    kind = type(module)
-    declaring = next((base for base in kind.__mro__ if "estimator" in vars(base)), None)
-    if declaring is None or any(
-        getattr(kind, name, None) is not getattr(declaring, name, None) for name in CALL_METHODS
-    ):
-        return None
-    found: str | None = vars(declaring)["estimator"]
-    return found

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from qat.quantizer.base import Quantizer
+from qat.quantizer.base import CALL_METHODS, Quantizer
 from qat.spec import QuantSpec, Role, default_spec
 from qat.text import did_you_mean
 
@@ -77,3 +77,19 @@ def create_quantizer(
     """
     spec = spec.resolved(default_spec(role))
     return quantizer_class(spec.rule)(spec, role, shape, device)
+
+
+def estimator_of(module: object) -> str | None:
+    """The estimator that a quantizer computes; None if its class declares none.
+
+    A rule declares it as the class attribute `estimator`. A subclass inherits it while it inherits every method that
+    decides what a call computes; one that overrides such a method has none, unless it declares one itself.
+    """
+    kind = type(module)
+    declaring = next((base for base in kind.__mro__ if "estimator" in vars(base)), None)
+    if declaring is None or any(
+        getattr(kind, name, None) is not getattr(declaring, name, None) for name in CALL_METHODS
+    ):
+        return None
+    found: str | None = vars(declaring)["estimator"]
+    return found

@@ -25,7 +25,7 @@ from qat.kernels import float_products, kernels_by_formula, plain_formulas
 from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import LSQQuantizer, create_quantizer
-from qat.quantizer.base import estimator_of
+from qat.quantizer.registry import estimator_of
 from tests.references.cases_fused import Block, images, prepared
 from tests.references.prepared_case import Plain
 from tests.references.processors import as_processor, untried

@@ -19,7 +19,7 @@ from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
-from qat.quantizer.base import estimator_of
+from qat.quantizer.registry import estimator_of
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
