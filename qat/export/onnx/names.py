@@ -96,14 +96,6 @@ def _own(proto: Any, name: str, taken: set[str]) -> str:
     return f"{name}.{number}"
 
 
-def name_outputs(proto: Any, names: Sequence[str]) -> None:
-    """Give the outputs of a file these names, "output." before one that another tensor has."""
-    outputs = {end.name for end in proto.graph.output}
-    taken = {name for node in proto.graph.node for name in (*node.input, *node.output)} - outputs
-    taken |= {end.name for end in (*proto.graph.initializer, *proto.graph.input)}
-    rename_inputs_outputs(proto, None, [f"output.{name}" if name in taken else name for name in names])
-
-
 def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
     """Give the inputs and outputs of a file the names that are asked for, in their order."""
     graph = proto.graph
