@@ -24,9 +24,9 @@ def operand_spec(spec: QuantSpec) -> QuantSpec:
     The rule stays, unless it has no such grid (pact, dorefa): then it becomes "lsq". Of one bit only "binary" has one.
     """
     if not spec.symmetric:
-        return _first_possible("q, k and v", spec, replace(spec, rule="lsq", options={}))
+        return _first_possible("q, k and v", spec, spec.changed({"rule": "lsq"}))
     signed = replace(spec, signed=True, symmetric=True)
-    return _first_possible("q, k and v", signed, replace(signed, rule="lsq", options={}))
+    return _first_possible("q, k and v", signed, signed.changed({"rule": "lsq"}))
 
 
 def probability_spec(spec: QuantSpec) -> QuantSpec:
@@ -37,7 +37,7 @@ def probability_spec(spec: QuantSpec) -> QuantSpec:
     """
     signed = replace(spec, signed=True, symmetric=True, narrow_range=False)
     unsigned = replace(signed, signed=False)
-    return _first_possible("the probabilities", unsigned, signed, replace(unsigned, rule="lsq", options={}))
+    return _first_possible("the probabilities", unsigned, signed, unsigned.changed({"rule": "lsq"}))
 
 
 def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
