@@ -1,10 +1,12 @@
 """What `export_onnx` refuses, and what it warns of, before it writes anything."""
 
+import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qat.analysis.state import not_finite
 from qat.analysis.table import float_results, said_of
@@ -20,6 +22,7 @@ from qat.preparation.replacements import is_watched
 from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL
 from qat.quantizer import Quantizer
 from qat.text import first_line
+from qat.torch_internals import pytree
 
 ROUNDS_OTHERWISE = (
     "has other integers than round(x / scale) + zero_point, halves to even, as which runtimes compute those of"
@@ -155,3 +158,12 @@ def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
             " computes what the model does without them",
             stacklevel=3,
         )
+
+
+def result_names(exported: Any) -> list[str]:
+    """The keys, fields and indices that lead to each tensor of an exported model's result; "output" if none does."""
+    results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
+    result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
+    paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, fx.Node)]
+    steps = [re.findall(r"[^\[\]'.]+", pytree.keystr(path)) for path in paths]
+    return [".".join(["output"] * (not parts or parts[0].isdigit()) + parts) for parts in steps]

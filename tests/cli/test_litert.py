@@ -98,7 +98,7 @@ def test_integer_ends_are_proven_too(pets: Path, verb: Verb, tmp_path: Path) -> 
     path = tmp_path / "model.tflite"
     status, out, err = verb("export", "runs/pets", "--target", "litert", "--to", str(path), "--integer-ends")
     assert (status, out) == (2, "") and not path.exists()
-    assert err.startswith("export_litert: output: number 0 is an average that no quantizer follows; prepare")
+    assert err.startswith("export_litert: output: 'output' is an average that no quantizer follows; prepare")
     assert len(err.splitlines()) == 1
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from qat.export.checks import result_names
 from qat.export.litert import operations as of
 from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
@@ -94,6 +95,7 @@ class Translation(fx.Interpreter):
         self.outputs: dict[str, int] = {}
         self.refused: dict[str, str] = {}  # by module or call, why it cannot be written
         self._named: set[int] = set()
+        self._result_names = result_names(program)
         self.run(enable_io_processing=False)
         ends = [node for node in self.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)]
         self.inputs = {node.name: self._float_input(node) for node in ends}  # in forward's order
@@ -168,17 +170,17 @@ class Translation(fx.Interpreter):
         return self.inputs[x.name]
 
     def _write_outputs(self, results: Any) -> None:
-        for number, value in enumerate(results):
+        for name, value in zip(self._result_names, results, strict=True):
             if isinstance(value, Pending) and not self.integer_ends:
                 value = value.emit(FLOAT, value.low, value.high)
             if not isinstance(value, Coded):
                 what = value.operation if isinstance(value, Pending) else "a constant"
-                raise UnwritableError(f"number {number} is {what} that no quantizer follows")
+                raise UnwritableError(f"{name!r} is {what} that no quantizer follows")
             tensor = self.writer.stored(value)
             if not self.integer_ends:
                 tensor = self.file.in_float(tensor)
-                self.file.tensors[tensor].name = f"output_{number}"
-            self.outputs[f"output_{number}"] = tensor
+                self.file.tensors[tensor].name = name
+            self.outputs[name] = tensor
 
 
 def _place(node: fx.Node) -> str:

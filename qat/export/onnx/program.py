@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import warnings_ignored
+from qat.export.checks import result_names
 from qat.export.onnx.names import rename_inputs_outputs
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import argument_names, pytree
@@ -103,16 +104,11 @@ def fix_sizes(program: Any, proto: Any) -> None:
 
 
 def name_outputs(program: Any, proto: Any) -> None:
-    """Name outputs by the keys, fields and indices that lead to them in the model's result; "output" if none does."""
-    exported = program.exported_program
-    results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
-    result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
-    paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, torch.fx.Node)]
-    steps = [re.findall(r"[^\[\]'.]+", pytree.keystr(path)) for path in paths]
-    names = [".".join(["output"] * (not parts or parts[0].isdigit()) + parts) for parts in steps]
+    """Give the outputs of a file their `result_names`, "output." before one that another tensor has."""
     taken = {name for node in proto.graph.node for name in (*node.input, *node.output)}
     taken |= {end.name for end in (*proto.graph.initializer, *proto.graph.input)}
     taken -= {end.name for end in proto.graph.output}
+    names = result_names(program.exported_program)
     rename_inputs_outputs(proto, None, [f"output.{name}" if name in taken else name for name in names])
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -282,3 +283,23 @@ def test_what_cannot_be_written_is_named(net, target, sentence, images, tmp_path
         qat.export_litert(model, tmp_path / "model.tflite", images)
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+class Named(nn.Module):
+    """A dictionary of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(4, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, image: Tensor) -> dict[str, Any]:
+        maps = F.relu(self.conv(image))
+        return {"logits": self.head(maps.mean((2, 3))), "maps": [maps]}
+
+
+def test_outputs_have_the_names_of_the_result(images: Tensor, tmp_path: Path) -> None:
+    """Point 47: `output_0` and `output_1`, whatever the model called them."""
+    model, path = prepared(Named(), images), tmp_path / "model.tflite"
+    qat.export_litert(model, path, images)
+    file = ReadFile(path.read_bytes())
+    assert [file.names[number] for number in file._graph.outputs] == ["logits", "maps.0"]
