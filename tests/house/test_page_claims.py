@@ -124,6 +124,21 @@ def test_a_grid_without_negative_values() -> None:
         calibrated(two_convolutions(), qat.QuantRecipe(activation={"symmetric": True}))
 
 
+def test_a_hook_on_a_block_of_the_float_model(caplog: pytest.LogCaptureFixture) -> None:
+    """troubleshooting.md: a hook on a block, set before `prepare`: the graph holds what it computed, and has no call of
+    the block."""
+    seen: list[int] = []
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Conv2d(4, 4, 3)).eval()
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    model[1].register_forward_hook(lambda *_: None)
+    prepared = qat.prepare(model, example_inputs=images())
+    assert caplog.messages == ["prepare: the graph holds what hooks of '0' computed, and they do not run again"]
+    count = len(seen)
+    qat.calibrate(prepared, [images()])
+    prepared(images())
+    assert len(seen) == count
+
+
 def test_freezing_of_norms_and_switches() -> None:
     """training_loop.md: BatchNorm's statistics stay through `train()`, and gamma and beta learn; loading a state dict
     freezes scales and switches layers off and on as they were when it was saved."""

@@ -205,9 +205,8 @@ def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
     found = [[path for path in paths if path.lower().endswith(EXTENSIONS)] for paths in files]
     beside = [each.name for each in os.scandir(folder) if each.is_file() and each.name[0] != "."]
     others = [path for paths in files for path in paths if not path.lower().endswith(EXTENSIONS)]
-    empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
     kinds = " ".join(EXTENSIONS)
-    if empty:
+    if empty := [name for name, paths in zip(classes, found, strict=True) if not paths]:
         raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
     if counts := Counter(sorted(os.path.splitext(path)[1].lower() for path in others + beside)):
         left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common(5))
