@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, with_result
 from benchmarks.accuracy_table import rules_table as trained_rules_table
+from benchmarks.calibrated_rules import calibrated_table
 from benchmarks.config_table import config_table, configs_table
 from benchmarks.default_rule import rule_table
 from benchmarks.deployment_table import TABLES as DEPLOYMENT_TABLES
@@ -66,6 +67,7 @@ FROM_CODE = {
     "loading": loading_table,
     "reference": reference_table,
     "rules": rules_table,
+    "calibrated_rules": calibrated_table,
     "targets": targets_table,
     "target_limits": limits_table,
     "target_reasons": reasons_table,

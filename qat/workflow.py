@@ -19,12 +19,13 @@ from qat.layers.twins import QuantTwin, is_composite
 from qat.preparation.parts import prepare_graph, prepare_parts
 from qat.preparation.prepared_graph import Block, PreparedGraph, keep_attributes
 from qat.preparation.refusals import check_float_model
-from qat.preparation.replacements import scalar_attributes
+from qat.preparation.replacements import log, scalar_attributes
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
 from qat.recipe import QuantRecipe, ScopedRecipe
+from qat.torch_internals import hooks_of
 from qat.tracing.randomness import seeded
 from qat.tracing.side_effects import UntraceableError, restoring_state
 
@@ -140,6 +141,8 @@ def _keep_scalar_attributes(prepared: nn.Module, model: nn.Module) -> None:
         twin = parts.get(name)
         if isinstance(twin, Block):
             keep_attributes(dict(scalar_attributes(module)), twin)
+            if any(hooks_of(module)):
+                log.warning("prepare: the graph holds what hooks of %r computed, and they do not run again", name)
 
 
 def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:

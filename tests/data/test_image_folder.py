@@ -68,13 +68,15 @@ def test_folders_that_are_missing_or_empty_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_other_kinds_are_counted_and_gifs_are_read(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("2.gif", "3.HEIC", "4.heic", "README.txt", "labels"):
+    """Other files (.heic, a picture beside the class folders) are left out, and the log counts them by suffix; hidden
+    ones are left out without a word (docs/own_data.md)."""
+    for name in ("2.gif", "3.HEIC", "4.heic", "README.txt", "labels", ".hidden", "../5.jpg", "../.DS_Store"):
         (root / "train" / "dog" / name).write_bytes(b"")
     with caplog.at_level("INFO", "qat"):
         assert ("dog/2.gif", 1) in listed(root) and len(listed(root)) == 5
     said = {each.getMessage() for each in caplog.records}
-    kinds = "images end in .jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp .gif"
-    left = "2 .heic, 1 without a suffix, 1 .txt"
+    kinds = "images lie in class folders, as .jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp .gif"
+    left = "2 .heic, 1 without a suffix, 1 .jpg, 1 .txt"
     assert said == {f"data: '{root / 'train'}': files that are not read: {left}; {kinds}"}
 
 

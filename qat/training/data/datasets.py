@@ -203,14 +203,14 @@ def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
     """List a split's images by class, then by folder and name."""
     files = [_files_below(folder / name) for name in classes]
     found = [[path for path in paths if path.lower().endswith(EXTENSIONS)] for paths in files]
-    suffixes = sorted(os.path.splitext(path)[1].lower() for paths in files for path in paths)
-    empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
-    if empty:
-        kinds = " ".join(EXTENSIONS)
+    beside = [each.name for each in os.scandir(folder) if each.is_file() and each.name[0] != "."]
+    others = [path for paths in files for path in paths if not path.lower().endswith(EXTENSIONS)]
+    kinds = " ".join(EXTENSIONS)
+    if empty := [name for name, paths in zip(classes, found, strict=True) if not paths]:
         raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
-    if others := Counter(suffix for suffix in suffixes if suffix not in EXTENSIONS):
-        left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(5))
-        logger.info("data: '%s': files that are not read: %s; images end in %s", folder, left, " ".join(EXTENSIONS))
+    if counts := Counter(sorted(os.path.splitext(path)[1].lower() for path in others + beside)):
+        left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common(5))
+        logger.info("data: '%s': files that are not read: %s; images lie in class folders, as %s", folder, left, kinds)
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))
     return ImageFiles(np.array([os.fsencode(path) for paths in found for path in paths]), labels)
 
