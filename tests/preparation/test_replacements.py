@@ -262,6 +262,7 @@ def test_hooks_that_the_file_does_not_hold_are_named(x: Tensor, model: Any, tmp_
 def test_a_number_that_forward_read_is_said_to_be_fixed(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     model = prepared(x, lambda: Plain(lambda self, x: self.net(x) * self.alpha, net=Net(), alpha=0.5))
     model.alpha, model.seen = 0.7, 3
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "qat"):
         model(x), model(x)
     assert caplog.messages == [
