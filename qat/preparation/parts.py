@@ -19,7 +19,7 @@ from qat.preparation.prepared_graph import PreparedGraph, keep_attributes, keep_
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, WHOLE_MODEL
 from qat.preparation.rewriting import rewrite_for_target
 from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
-from qat.quantizer import create_quantizer
+from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.torch_internals import children_of
 from qat.tracing.in_place import copy_before_writes, mark_later_writes
@@ -140,10 +140,15 @@ class _PartsVisitor:
             module.activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder):
             module.enable_nested_tensor = module.use_nested_tensor = False
+        for key, _ in module.named_parameters(recurse=False):
+            self.left[f"{path}.{key}".lstrip(".")] = "code that is not traced reads it as a plain tensor"
         for key, child in list(children_of(module).items()):
-            if child is None or not any(True for _ in layers_of(child)):
-                continue
             name = f"{path}.{key}" if path else key
+            if child is None or not any(True for _ in layers_of(child)):
+                for own, each in () if child is None else child.named_modules(prefix=name):
+                    if any(True for _ in each.parameters(recurse=False)) and not isinstance(each, Quantizer):
+                        self.left[own] = f"{type(each).__name__} computes in float"
+                continue
             if id(child) not in self._done:
                 made = self._part(child, name)
                 if made is None:

@@ -335,7 +335,7 @@ class Quantizer(nn.Module):
         self.set_range(low, high)
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """Cover low .. high (shape of scale, or one value); in place, so that optimizers keep their parameter.
 
         Raises:
@@ -347,9 +347,9 @@ class Quantizer(nn.Module):
             self.zero_point.copy_(zero_point)
         self.mark_calibrated()
 
-    def checked_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def checked_range(self, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
         """Both bounds, finite, in the shape of the scales, where they live."""
-        low, high = (bound.detach().to(self.calibrated.device, torch.float32) for bound in (low, high))
+        low, high = (torch.as_tensor(each).detach().to(self.calibrated.device, torch.float32) for each in (low, high))
         if not bool(torch.isfinite(high - low).all()):
             raise ValueError(
                 f"set_range: the range must be finite and fit float32, got {low.tolist()}, {high.tolist()}"

@@ -69,7 +69,7 @@ class PACTQuantizer(Quantizer):
         return alpha / (self.spec.qmax - self.zero_point.float()), self.zero_point.float()
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """alpha = high, or what covers low .. high."""
         scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
         zero_point = zero_point.clamp(max=self.spec.qmax - 1)
@@ -171,7 +171,7 @@ class DoReFaQuantizer(Quantizer):
         return dorefa_quantize_weight(wide, self.spec.bits, self.channel_axis)
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """Find the zero point."""
         _, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
         if self.zero_point is not None:

@@ -32,7 +32,7 @@ class FloatQuantizer(FixedBits):
         return float_quantize(x, self.learned("scale", x), self.format)
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """The larger end becomes the format's largest number."""
         low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high)

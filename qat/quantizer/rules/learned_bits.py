@@ -105,7 +105,7 @@ class LearnedBitsQuantizer(Quantizer):
         self.elements.fill_(values.numel() if elements is None else elements)
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """Cover the larger end."""
         low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high) if self.spec.signed else high

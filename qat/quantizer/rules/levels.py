@@ -68,7 +68,7 @@ class APoTQuantizer(Quantizer):
         super().fit(values, elements)
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """alpha = the larger end."""
         low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high)
@@ -138,7 +138,7 @@ class N2UQQuantizer(Quantizer):
         return n2uq_quantize(wide, self.finite_start(), self.positive("widths"), one, self.bounds()[0])
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """Even thresholds, at the middle between levels: rounding to start with."""
         scale, _ = scale_and_zero_point(*self.checked_range(low, high), self.spec)
         self.start.copy_(scale * self.bounds()[0])

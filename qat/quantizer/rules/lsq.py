@@ -88,7 +88,7 @@ class PowerOfTwoQuantizer(LSQQuantizer):
         return power_of_two_scale(super().effective_scale())
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """Cover low .. high: the next power of two that does."""
         low, high = self.checked_range(low, high)
         scale, _ = scale_and_zero_point(low, high, self.spec)

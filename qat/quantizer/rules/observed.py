@@ -65,7 +65,7 @@ class ObservedQuantizer(Quantizer):
         return scale_and_zero_point(self.low, self.high, self.spec)
 
     @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
+    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """Start from this range."""
         low, high = self.checked_range(low, high)
         self.low.copy_(low)
