@@ -174,10 +174,10 @@ def test_calibrate_sets_what_is_off_and_leaves_what_is_frozen(
     same = {name for name, old in before.items() if torch.equal(model.get_submodule(name).scale, old)}
     assert same == {"conv1.weight_quantizer", "mean_quantizer", "conv3.weight_quantizer", "head.weight_quantizer"}
     assert off(model) == {"conv2.weight_quantizer", "conv1_quantizer"}
-    assert caplog.messages[0] == (
+    assert (
         "calibrate: 2 frozen ranges stay as they are (conv1.weight_quantizer, mean_quantizer);"
         " qat.freeze_scales(model, False) lets them go"
-    )
+    ) in caplog.messages
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["codes", "plain"])
