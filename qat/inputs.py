@@ -136,7 +136,7 @@ def run_batch(caller: str, model: nn.Module, inputs: Any) -> Any:
         return call_model(model, inputs)
     except Exception as error:  # of the user's own code
         alone = isinstance(inputs, Tensor) and inputs.is_floating_point()
-        if alone and isinstance(error, RuntimeError):
+        if alone and (isinstance(error, RuntimeError) or str(error).startswith(caller)):  # by what follows the model
             raise
         form = "((x, y), labels) is a batch of two inputs, ([x, y], labels) of one that is a list" * alone
         raise does_not_run(caller, model, f"a batch of {described(inputs)}", error, form) from error
