@@ -1,6 +1,5 @@
 """Parametrized layers (weight norm and others), tied weights, modules that are called twice or have two names."""
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -85,14 +84,6 @@ def test_a_parametrised_weight_that_a_function_reads_is_quantized_there() -> Non
     assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 1
     assert_computes_as(net, model, x)
     assert_close_to_float(net, model, x)
-
-
-def test_the_old_weight_norm_cannot_be_copied() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        net = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(8, 8)))
-    with pytest.raises(RuntimeError, match=r"torch\.nn\.utils\.weight_norm"):
-        qat.prepare(net)
 
 
 def test_tied_weights_stay_tied() -> None:
