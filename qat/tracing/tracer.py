@@ -280,12 +280,12 @@ class QuantTracer(fx.Tracer):
             value = self.examples.get(str(node.target).lstrip("*"), node.args[0] if node.args else None)
             value = copied(value)
         else:
-            self._running = True
+            running, self._running = self._running, True  # one value may ask for another
             try:
                 with torch.no_grad():
                     value = self._run(node)
             finally:
-                self._running = False
+                self._running = running
         self._kept[node] = pytree.tree_map(lambda x: weakref.ref(x) if isinstance(x, torch.Tensor) else x, value)
         return value
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
+from qat.preparation.parts import prepared_parts
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from tests.references.prepared_case import (
     Plain,
@@ -259,3 +260,9 @@ def test_preparation_holds_no_more_activations_than_a_forward() -> None:
     assert len(made) > 40 and most <= 5
     gc.collect()
     assert not any(ref() is not None for ref in made)
+
+
+def test_a_value_that_is_computed_again_does_not_end_the_one_that_reads_it() -> None:
+    """What `x.mT` gives is kept by nothing: a module that reads it ran as if it were traced, and so in parts."""
+    model = Plain(lambda self, x: self.b(self.a(x).mT), a=nn.Linear(4, 6), b=nn.Linear(5, 2))
+    assert prepared_parts(qat.prepare(model, example_inputs=torch.randn(3, 5, 4))).keys() == {""}
