@@ -91,7 +91,7 @@ def convert(model: nn.Module, execution: Execution = "onednn") -> IntegerModel:
     check_exportable(model, "convert")
     warn_of_hooks(model, "convert")
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             return IntegerModel(_converted(evaluation_copy(model), execution), execution)
     except FreezingError as error:
         raise ValueError(f"convert: {error}") from None

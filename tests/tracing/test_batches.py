@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export import compare_layers, verify_onnx
+from qat.export import compare_layers
 
 IMAGE = torch.linspace(-1, 3, 48).reshape(3, 4, 4)
 IMAGES, LABELS = torch.stack([IMAGE, IMAGE / 2]), torch.tensor([0, 1])
@@ -125,12 +125,3 @@ def test_a_batch_of_two_inputs_says_how_it_is_written() -> None:
     ):
         qat.calibrate(Detector(), [[IMAGES, IMAGES]])
     qat.calibrate(model, [((x, x),)])
-
-
-def test_one_tensor_for_two_inputs_leaves_the_batch_free(tmp_path: Path) -> None:
-    """torch.export took the two for one input, and fixed the batch."""
-    x = torch.randn(3, 4)
-    model = qat.prepare(Two(), example_inputs=(x, x)).eval()
-    qat.calibrate(model, [((x, x),)])
-    qat.export_onnx(model, tmp_path / "model.onnx", (x, x))
-    assert verify_onnx(tmp_path / "model.onnx", model, [((torch.randn(5, 4), torch.randn(5, 4)),)]).close

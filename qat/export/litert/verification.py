@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.contexts import evaluating
+from qat.contexts import evaluating, in_full_precision
 from qat.export.agreement import Follow, Verification, judge
 from qat.export.checks import check_finite
 from qat.export.litert.engines import TorchFile
@@ -22,6 +22,7 @@ from qat.integers.frozen import stored_offset
 from qat.torch_internals import pytree
 
 
+@in_full_precision
 def verify_litert(
     path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, engine: str = "xnnpack"
 ) -> Verification:
@@ -42,6 +43,7 @@ def verify_litert(
         return judge([answers("verify_litert", run, model, batch)[1] for batch in given])
 
 
+@in_full_precision
 def compare_litert_layers(
     path: str | os.PathLike[str], model: torch.nn.Module, inputs: Any, *, engine: str = "xnnpack"
 ) -> list[LayerDifference]:

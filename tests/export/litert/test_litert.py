@@ -303,3 +303,14 @@ def test_outputs_have_the_names_of_the_result(images: Tensor, tmp_path: Path) ->
     qat.export_litert(model, path, images)
     file = ReadFile(path.read_bytes())
     assert [file.names[number] for number in file._graph.outputs] == ["logits", "maps.0"]
+
+
+def test_the_proof_does_not_depend_on_autocast(images: Tensor, tmp_path: Path) -> None:
+    """Point 31: torch's side of it would compute in bfloat16, and a right file fail."""
+    model, path = prepared(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU()), images), tmp_path / "model.tflite"
+    qat.export_litert(model, path, images)
+    found = []
+    for context in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            found += [(qat.export.verify_litert(path, model, [images]), compare_litert_layers(path, model, images))]
+    assert found[0] == found[1] and found[0][0].close

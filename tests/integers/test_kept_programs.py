@@ -1,0 +1,135 @@
+"""When a program of evaluation is made, kept, and left: changes, NaN, other dtypes, results of one's own classes."""
+
+import copy
+import logging
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.export import verify_onnx
+from qat.fused import evaluating
+from qat.fused.graph import UNSETTLED
+from qat.kernels.cpu.compiler import library
+from tests.integers.test_evaluating import plainly, prepared
+
+pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plainly without the C kernels")
+
+
+def counted_programs(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list that grows with every integer program that is made."""
+    made: list[None] = []
+    program = evaluating.integer_program
+    monkeypatch.setattr(evaluating, "integer_program", lambda model: made.append(None) or program(model))
+    return made
+
+
+def test_a_model_that_changes_at_every_forward_is_not_translated_each_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Point 13: a counter on a layer cost a translation a batch, silently; standing still brings the program back."""
+    model, x = prepared()
+    made = counted_programs(monkeypatch)
+    with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
+        for count in range(10):
+            model[0].count = count
+            assert torch.equal(model(x), plainly(model, x))
+        assert len(made) == 3
+        assert caplog.messages == [f"evaluation runs operation by operation: {UNSETTLED}"]
+        model(x)
+        model(x)
+    assert len(made) == 4 and model._engine_state.evaluator.program is not None
+
+
+def test_nan_in_every_batch_is_not_tried_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Point 13: every batch ran twice, on integers up to the NaN and then plainly."""
+    model, x = prepared()
+    with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
+        model(x)
+        for _ in range(4):
+            assert model(x * torch.nan).isnan().any()
+        assert model._engine_state.evaluator.program is None
+    assert [message for message in caplog.messages if "NaN" in message] == [
+        "evaluation runs operation by operation: its integer program fails ('input_quantizer' is given NaN, which no"
+        " integer stands for)"
+    ]
+
+
+def test_another_default_dtype_changes_nothing() -> None:
+    """Point 13: one evaluation under it ended evaluation on integers for good."""
+    model, x = prepared()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            y = model(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model._engine_state.evaluator.program is not None
+    assert torch.equal(y, plainly(model, x))
+
+
+@dataclass
+class Found:
+    """A result of a user's own class."""
+
+    scores: Tensor
+    features: Tensor
+
+
+class WithFound(nn.Module):
+    """A model that returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Found:
+        features = self.conv(x).relu()
+        return Found(self.head(features.mean((2, 3))), features)
+
+
+def test_a_dataclass_of_results_is_evaluated_on_integers_copied_and_exported(tmp_path: Path) -> None:
+    """Point 45: "Boolean value of Tensor with more than one value is ambiguous" ended it; its file was refused."""
+    x = torch.randn(4, 3, 8, 8)
+    model = qat.prepare(WithFound(), example_inputs=x)
+    qat.calibrate(model, [x])
+    model.eval()
+    stored = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for each in (model, stored, copy.deepcopy(model)):
+            found = each(x)
+            assert type(found) is Found and each._engine_state.evaluator.program is not None
+            assert torch.equal(found.scores, plainly(model, x).scores)
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
+    assert [end.name for end in onnx.load(tmp_path / "model.onnx").graph.output] == ["scores", "features"]
+    assert verify_onnx(tmp_path / "model.onnx", model, [x]).close
+
+
+def test_a_forward_that_draws_in_evaluation_draws_the_same_the_first_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Point 23, Monte Carlo dropout: the self-check drew too, and took other draws for an error."""
+
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(nn.functional.dropout(self.a(x).relu(), 0.3, training=True))
+
+    x = torch.randn(32, 8)
+    model = qat.prepare(Draws(), example_inputs=x)
+    qat.calibrate(model, [x])
+    model.eval()
+    seen = []
+    with torch.no_grad():
+        for _ in range(2):
+            torch.manual_seed(0)
+            seen.append((model(x), torch.rand(3)))
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+    assert not torch.equal(model(x), model(x)) and "runs operation by operation" not in caplog.text
