@@ -16,8 +16,8 @@ from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
 from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
-from qat.tracing.nodes import scope_of
-from qat.tracing.patches import without_fast_path
+from qat.graph.nodes import scope_of
+from qat.graph.patches import without_fast_path
 
 
 @dataclass(frozen=True)

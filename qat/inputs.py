@@ -52,14 +52,25 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def call_with(model: nn.Module, examples: Examples) -> Any:
-    """The model's answer to copies of the example inputs, passed by position where possible, since hooks look there."""
-    given = copied(examples)
-    args: list[Any] = []
+    """The model's answer to copies of the example inputs."""
+    return call_given(model, copied(examples))
+
+
+def call_given(model: nn.Module, examples: Examples) -> Any:
+    """The model's answer to arguments by name, passed by position where possible, since hooks look there."""
+    given, args, kwargs = dict(examples), list[Any](), dict[str, Any]()
+    by_position = True
     for parameter in inspect.signature(model.forward).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in given:
-            break
-        args.append(given.pop(parameter.name))
-    return model(*args, **given)
+        name = parameter.name
+        if parameter.kind is parameter.VAR_KEYWORD:
+            kwargs |= given.pop(name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            args += given.pop(name, ())
+        elif by_position and name in given and parameter.kind is not parameter.KEYWORD_ONLY:
+            args.append(given.pop(name))
+        else:
+            by_position = False
+    return model(*args, **given, **kwargs)
 
 
 def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Examples:
@@ -71,12 +82,8 @@ def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Exampl
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:
-    """Arguments by the names that forward gives them; a TypeError if it does not take them, or any number (*args)."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in bound.arguments:
-            raise TypeError(f"its arguments have no names, only *{parameter.name}")
-    return dict(bound.arguments)
+    """Arguments by the names that forward gives them; a TypeError if it does not take them."""
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterable[Batch]:

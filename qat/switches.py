@@ -12,7 +12,7 @@ from qat.preparation.replacements import QUANTIZER_ARGUMENTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, pattern_of
 from qat.text import check_types, did_you_mean
-from qat.tracing.nodes import submodule_of
+from qat.graph.nodes import submodule_of
 
 Layers = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 """Which layers of a model: a name, a pattern, a float class, or several of these."""

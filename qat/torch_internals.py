@@ -5,18 +5,22 @@ counts them, and says in a sentence what is missing if torch changes or removes 
 """
 
 import importlib
-import threading
+import math
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, cast
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import maybe_current_level
-from torch._functorch import utils as functorch_utils
 from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace as symbolic_trace
+from torch.fx.experimental import _config as export_settings
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.node import _get_qualified_name as name_of
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -27,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "AnyBatchNorm",
@@ -221,20 +226,60 @@ def argument_names(operator: Any) -> list[str]:
     return [each.name for each in operator._schema.arguments] if hasattr(operator, "_schema") else []
 
 
-class _InThisThread:
-    """True for the thread that made it."""
+# ---- what torch.export decides about sizes ----
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread
+_TORCH = str(Path(torch.__file__).parent)
+_CALLED_BY_MODELS = tuple(f"{_TORCH}/{part}" for part in ("nn/", "functional.py", "_jit_internal.py", "_tensor.py"))
 
 
-def trace_in_this_thread_only() -> None:
-    """While torch.fx traces: let torch 2.11's flag for it, by which compiled code raises, be up in this thread only."""
-    if hasattr(symbolic_trace, "_is_fx_tracing_flag"):  # later versions have a flag for each thread
-        symbolic_trace._is_fx_tracing_flag = _InThisThread()
+def sizes_from_zero() -> Any:
+    """A context in which an export does not take for granted that sizes are not 0 or 1."""
+    return export_settings.patch(backed_size_oblivious=True)
+
+
+def depends_on_values(error: BaseException) -> bool:
+    """Whether an export failed since the way through forward depends on the values of a tensor."""
+    return isinstance(error, symbolic_shapes.GuardOnDataDependentSymNode)
+
+
+@contextmanager
+def forget_decisions(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which an export does not keep what is decided about the sizes of these tensors, if it may differ."""
+    shapes = next((x.fake_mode.shape_env for x in tensors if hasattr(x, "fake_mode")), None)
+    known = None if shapes is None else (len(shapes.guards), dict(shapes.replacements))
+    yield
+    if shapes is not None and known is not None and dict(shapes.replacements) == known[1]:
+        del shapes.guards[known[0] :]
+        shapes._update_version_counter()
+
+
+def size_conditions(exported: Any, count: int) -> list[str]:
+    """What an export took for granted of the sizes `s[number][axis]` of its inputs, a list of tensors, in Python.
+
+    Left out is what operators decide for themselves when they run: how they lay out memory, whether they broadcast.
+    """
+    values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-count:]
+    conditions: list[str] = []
+    shapes = None
+    for number, value in enumerate(values):
+        for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            shapes = size.node.shape_env if isinstance(size, torch.SymInt) else shapes
+            conditions += [f"s[{number}][{axis}] == {size}"] * (not isinstance(size, torch.SymInt))
+    names = {} if shapes is None else {
+        symbol: sympy.Symbol("s[{}][{}]".format(*re.findall(r"\[(\d+)\]", source)))
+        for source, symbol in shapes.source_to_var.items()
+    }  # fmt: skip
+    for guard in [] if shapes is None else shapes.guards:
+        file = str(getattr(guard.sloc.framework_loc, "filename", ""))
+        by_operator = file.startswith(_TORCH) and not file.startswith(_CALLED_BY_MODELS)
+        if guard.expr.free_symbols <= names.keys() and (isinstance(guard.expr, sympy.Eq) or not by_operator):
+            conditions.append(PythonPrinter().doprint(guard.expr.xreplace(names)))
+    return list(dict.fromkeys(conditions))
+
+
+def size_checker(condition: str) -> Any:
+    """A condition of `size_conditions` as a function of the shapes."""
+    return eval(f"lambda s: {condition}", {"torch": torch, "math": math})  # noqa: S307 - our own code
 
 
 # ---- what tracing replaces ----
@@ -242,14 +287,8 @@ def trace_in_this_thread_only() -> None:
 CAUSAL_MASK_DETECTION: Patchable = (transformer, "_detect_is_causal_mask")
 """Where transformers look whether a mask's values happen to be causal."""
 
-CHECKPOINT_START: Patchable = (checkpoint, "_infer_device_type")
-"""What every checkpoint of activations calls first."""
-
-ARGUMENT_UNWRAPPING: Patchable | None = (
-    (functorch_utils, "unwrap_if_dead") if hasattr(functorch_utils, "unwrap_if_dead") else None
-)
-"""Where torch 2.11 hands the arguments of an autograd.Function to C++; later versions have no such place."""
-
+CHECKPOINT: Patchable = (checkpoint.CheckpointFunction, "apply")
+"""What a reentrant checkpoint calls; it would run under no_grad."""
 
 def applied_function(context: Any) -> type[torch.autograd.Function]:
     """The autograd.Function of a context, or of the node that it becomes in autograd's graph."""

@@ -26,8 +26,8 @@ from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
 from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.torch_internals import hooks_of
-from qat.tracing.randomness import seeded
-from qat.tracing.side_effects import UntraceableError, restoring_state
+from qat.graph.randomness import seeded
+from qat.graph.side_effects import UntraceableError, restoring_state
 
 
 @overload

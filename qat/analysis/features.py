@@ -10,8 +10,8 @@ from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE
 from qat.quantizer import Quantizer
 from qat.text import did_you_mean
 from qat.torch_internals import keep_signature
-from qat.tracing.in_place import drop_unread
-from qat.tracing.nodes import scope_of, submodule_of
+from qat.graph.in_place import drop_unread
+from qat.graph.nodes import scope_of, submodule_of
 
 
 def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:

@@ -20,9 +20,8 @@ from qat.quantizer import Quantizer
 from qat.targets import TargetProfile
 from qat.text import plural, some, table
 from qat.torch_internals import AnyBatchNorm
-from qat.tracing.nodes import constant_nodes, submodule_of
-from qat.tracing.side_effects import UntraceableError
-from qat.tracing.train_eval import trace
+from qat.graph.leaves import is_leaf
+from qat.graph.nodes import constant_nodes, submodule_of
 
 ALL = {**JOINING, **AVERAGING, **NONLINEAR}
 
@@ -197,6 +196,14 @@ def _counts(model: nn.Module, in_float: int) -> str:
     )
 
 
+class _Calls(fx.Tracer):
+    """Traces which leaves a model calls, without inputs."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """The leaves of a capture."""
+        return is_leaf(m)
+
+
 def float_results(model: nn.Module) -> list[str]:
     """The convolutions of an unprepared model that compute in float in an exported file.
 
@@ -209,9 +216,10 @@ def float_results(model: nn.Module) -> list[str]:
     named = [name for name, module in model.named_modules() if name and is_convolution(module)]
     if not named:
         return []
+    own = copy.deepcopy(model)
     try:
-        graph_module, _ = trace(copy.deepcopy(model), None, fx.GraphModule)
-    except UntraceableError:
+        graph_module = fx.GraphModule(own, _Calls().trace(own))
+    except Exception:  # of user code that torch.fx cannot trace
         return named
     call_own_quantizers(graph_module)
     nodes = (node for node in graph_module.graph.nodes if is_convolution(submodule_of(graph_module, node)))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from qat.kernels.cpu.quantizers import NO_CLIP
-from qat.tracing.nodes import submodule_of
+from qat.graph.nodes import submodule_of
 
 
 @dataclass(frozen=True)

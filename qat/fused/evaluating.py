@@ -32,7 +32,7 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.replacements import is_watched, module_names, scalar_attributes
 from qat.text import first_line
 from qat.torch_internals import buffers_of, children_of, hooks_of, parameters_of, pytree, versions_of
-from qat.tracing.randomness import rewinding
+from qat.graph.randomness import rewinding
 
 log = logging.getLogger("qat")
 

@@ -17,7 +17,7 @@ from qat.kernels.dispatch import uses_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.torch_internals import pytree
-from qat.tracing.nodes import submodule_of
+from qat.graph.nodes import submodule_of
 
 ON_CODES = "on codes"
 

@@ -26,7 +26,7 @@ from qat.preparation.report import VERDICTS
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import all_modules_are_hooked, pytree
-from qat.tracing.patches import tracing_alone
+from qat.graph.patches import tracing_alone
 
 if TYPE_CHECKING:
     from typing_extensions import Self

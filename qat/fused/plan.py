@@ -18,8 +18,8 @@ from qat.layers import QuantLayer
 from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
 from qat.preparation.replacements import may_write
 from qat.quantizer import Quantizer
-from qat.tracing.in_place import Memory
-from qat.tracing.nodes import fixed_nodes, submodule_of
+from qat.graph.in_place import Memory
+from qat.graph.nodes import fixed_nodes, submodule_of
 
 FUNCTIONAL_DROPOUTS = (F.dropout,)
 

@@ -24,7 +24,7 @@ from qat.integers.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.preparation.replacements import module_names
 from qat.torch_internals import keep_signature
-from qat.tracing.nodes import submodule_of
+from qat.graph.nodes import submodule_of
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from qat.layers.embedding import QuantTable
 from qat.layers.twins import CompositeTwin
 from qat.quantizer import Quantizer
 from qat.torch_internals import children_of
-from qat.tracing.in_place import drop_unread
-from qat.tracing.nodes import constant_values, submodule_of
+from qat.graph.in_place import drop_unread
+from qat.graph.nodes import constant_values, submodule_of
 
 
 def freeze(model: nn.Module, operations: Operations, *, weights_alone: bool = False) -> nn.Module:

@@ -34,8 +34,8 @@ from qat.preparation.operations import (
     operation_of,
     passes_grid,
 )
-from qat.tracing.in_place import Memory, drop_unread
-from qat.tracing.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
+from qat.graph.in_place import Memory, drop_unread
+from qat.graph.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
 
 CURVES = ("sigmoid", "tanh", "hardsigmoid", "hardswish", "silu", "gelu", "elu", "mish", "leaky_relu")
 """Functions of one value."""

@@ -20,7 +20,7 @@ from qat.preparation.proof import traced_parts
 from qat.quantizer import Quantizer
 from qat.switches import switched
 from qat.torch_internals import parameters_of, pytree
-from qat.tracing.nodes import submodule_of
+from qat.graph.nodes import submodule_of
 
 Values = tuple[Any, ...]
 """The values of a stretch's inputs for a few images."""

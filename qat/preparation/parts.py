@@ -22,9 +22,9 @@ from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal,
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.torch_internals import children_of
-from qat.tracing.in_place import copy_before_writes, mark_later_writes
-from qat.tracing.side_effects import UntraceableError, restoring_state
-from qat.tracing.train_eval import trace
+from qat.graph.in_place import copy_before_writes, mark_later_writes
+from qat.graph.side_effects import UntraceableError, restoring_state
+from qat.graph.modes import trace
 
 
 def prepare_graph(
@@ -36,7 +36,9 @@ def prepare_graph(
         UntraceableError: if it cannot be traced; the model is then unchanged.
         ValueError: if a grid of the recipe, whose names are those in root, does not fit.
     """
-    graph_module, opaque = trace(root, examples, graph_class)
+    if examples is None:
+        raise UntraceableError("there are no example_inputs, with which the model would be one graph")
+    graph_module = trace(root, examples, graph_class)
     rewrite_for_target(graph_module, recipe)
     mark_later_writes(graph_module)
     functional = find_functional_layers(graph_module, root)
@@ -53,7 +55,6 @@ def prepare_graph(
     compromises = place_quantizers(graph_module, recipe)
     copy_before_writes(graph_module)
     name_float_rest(graph_module, left)
-    left |= {name: f"a function that cannot be traced computes in float: {why}" for name, why in opaque.items()}
     graph_module.graph.lint()
     graph_module.recompile()
     vars(graph_module).update({LEFT_IN_FLOAT: left, COMPROMISES: compromises, LAYERS: layers, PROFILE: recipe.profile})
@@ -164,10 +165,10 @@ class _PartsVisitor:
             return child if is_layer(child) else None
         if is_layer(child):
             return _layer(child, name, ScopedRecipe(self.recipe), self.left)
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if self.calls is None or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             return None
         try:
-            examples = None if self.calls is None else bind_arguments(child, *self.calls[child])
+            examples = bind_arguments(child, *self.calls[child])
             part = prepare_graph(child, ScopedRecipe(self.recipe, name), examples, self.graph_class)
         except (UntraceableError, TypeError):
             return None

@@ -34,9 +34,9 @@ from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import ScopedRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
-from qat.tracing.in_place import Memory, written_by
-from qat.tracing.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
-from qat.tracing.proxies import expect_default
+from qat.graph.in_place import Memory, written_by
+from qat.graph.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
+from qat.graph.sizes import expect_default
 
 
 class Placement:

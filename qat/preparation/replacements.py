@@ -15,7 +15,7 @@ from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
 from qat.quantizer.base import CALL_METHODS
 from qat.torch_internals import children_of, hooks_of
-from qat.tracing.nodes import submodule_of
+from qat.graph.nodes import submodule_of
 
 QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
 

@@ -18,7 +18,7 @@ from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, ScopedRecipe, grid_refusal
 from qat.text import did_you_mean
 from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
-from qat.tracing.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
+from qat.graph.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRecipe) -> dict[str, str]:

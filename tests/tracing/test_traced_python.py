@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qat
 from qat.preparation.report import LEFT_IN_FLOAT, noted
-from qat.tracing.randomness import python_state
+from qat.graph.randomness import python_state
 from tests.references.prepared_case import Plain, assert_computes_as, draw, without_quantizers
 
 

@@ -37,7 +37,7 @@ from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import AnyBatchNorm, pytree
-from qat.tracing.randomness import rewinding
+from qat.graph.randomness import rewinding
 
 QUANTIZING: dict[Any, Callable[..., PreQuantizer]] = {
     quantize_chain: before_chain,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, nn
 
 from qat.inputs import copied
 from qat.torch_internals import BUFFERS, GRAPH_CONSTANT, buffers_of, hooks_of, parameters_of, pytree, version_of
@@ -20,11 +20,11 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class Change(NamedTuple):
-    """An attribute that a forward changed: its name in the model, whether the forward created it, what a trace left."""
+    """An attribute that a forward changed: its name in the model, whether the forward created it, or put a tensor there."""
 
     name: str
     is_new: bool
-    proxy: fx.Proxy | None = None
+    holds_tensor: bool = False
 
 
 class UntraceableError(ValueError):
@@ -33,21 +33,20 @@ class UntraceableError(ValueError):
 
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
-    """A context that restores attributes, hooks and buffers of all modules: a traced forward may store proxies in them.
+    """A context that restores attributes, hooks and buffers of all modules.
 
     Its value is a list, to which the end of the context adds the attributes that changed, if they can be compared.
     """
     modules = list(model.named_modules())
     notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for _, module in modules]
     hooked = [(hooks, dict(hooks)) for _, module in modules for hooks in hooks_of(module)]
-    told = [{key: _comparable(value) for key, value in _own(module).items()} for _, module in modules]
+    told = [{key: (value, _comparable(value)) for key, value in _own(module).items()} for _, module in modules]
     buffers = [
         (buffer, version_of(buffer), buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()
     ]
     changed: list[Change] = []
     try:
         yield changed
-        _check_replaced(model)
     finally:
         for (name, module), before in zip(modules, told, strict=True):
             changed += _changes(name, module, before)
@@ -68,23 +67,17 @@ def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
 
 def _changes(name: str, module: nn.Module, before: dict[str, Any]) -> Iterator[Change]:
     for key, value in _own(module).items():
-        known = before[key] if key in before else _comparable(getattr(type(module), key, _comparable))
+        default = getattr(type(module), key, _comparable)
+        old, known = before.get(key, (default, _comparable(default)))
         is_new = key not in before and known is None
-        if issubclass(type(value), fx.Proxy):
-            yield Change(f"{name}.{key}".lstrip("."), key not in before, value)
+        if isinstance(value, Tensor) and value is not old:
+            yield Change(f"{name}.{key}".lstrip("."), key not in before, True)
         elif (known is not None or is_new) and _comparable(value) != known:
             yield Change(f"{name}.{key}".lstrip("."), is_new)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in TORCHS_OWN}
-
-
-def _check_replaced(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        for key, value in (*buffers_of(module).items(), *parameters_of(module).items()):
-            if type(value) is not nn.Parameter and issubclass(type(value), fx.Proxy):
-                raise UntraceableError(f"forward replaces {f'{name}.{key}'.lstrip('.')}, which a graph does not keep")
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx.proxy import TraceError
 
-from qat.torch_internals import TorchDispatchMode
-from qat.tracing.patches import tracing_alone
+from qat.graph.patches import tracing_alone
 
 
 @contextmanager
@@ -63,18 +61,3 @@ def _cards() -> range:
 def python_state() -> bytes:
     """The states of Python's and NumPy's generators."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
-
-
-class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which this thread may draw no random numbers with torch, which a graph would keep as constants."""
-
-    def __init__(self, is_paused: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._is_paused = is_paused
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._is_paused():
-            name = func.overloadpacket.__name__
-            raise TraceError(f"forward draws random numbers ({name}), which a graph would not draw anew at every call")
-        return func(*args, **(kwargs or {}))

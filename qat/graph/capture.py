@@ -1,4 +1,4 @@
-"""Traces a model in its present mode, checks the graph against it, and leaves the model unchanged."""
+"""A model's graph in its present mode, compared with the model, which stays as it was."""
 
 import keyword
 import logging
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qat.graph.exporting import export
+from qat.graph.in_place import Memory, drop_unread
+from qat.graph.nodes import FACTS, Facts
+from qat.graph.operators import PYTHONS
+from qat.graph.patches import tracing_alone, without_fast_path
+from qat.graph.randomness import python_state, seeded
+from qat.graph.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
 from qat.inputs import Examples, call_with, copied
-from qat.text import first_line
 from qat.torch_internals import (
-    GRAPH_CONSTANT,
     buffers_of,
     children_of,
     has_backward_hooks,
     parameters_of,
     pytree,
 )
-from qat.tracing.nodes import FACTS, Facts, attribute
-from qat.tracing.patches import gradients_refused, torch_takes_proxies
-from qat.tracing.randomness import NoDraws, python_state, seeded
-from qat.tracing.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
-from qat.tracing.tracer import QuantTracer, is_foreign
 
 log = logging.getLogger("qat")
 
@@ -55,73 +55,49 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
             raise UntraceableError(f"{shown} carries backward hooks, which a graph does not keep")
 
 
-def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dict[str, str]]:
-    """The model's graph in its present mode, and the functions that it could not trace into, name to reason."""
-    try:
-        with torch.enable_grad():
-            tracer = QuantTracer(examples)
-            graph, draws = _traced(model, tracer)
-        if examples is not None:
-            _check_answer(model, examples, tracer, graph, draws)
-        elif draws:  # another thread may have drawn meanwhile; with examples a second run tells
-            raise UntraceableError(DRAWS)
-    except Exception as error:
-        for name in [name for name in vars(model) if name.startswith(GRAPH_CONSTANT)]:
-            delattr(model, name)
-        way = "" if examples is not None else "; with example_inputs, what depends on sizes can be traced"
-        raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}{way}") from error
-    for node in graph.nodes:
-        if not is_foreign(node.target):  # torch.fx marks the results of a wrapped function, here its own operations
-            node.meta.pop("is_wrapped", None)
-        if node.op == "get_attr" and FACTS not in node.meta:  # constants that forward makes
-            node.meta[FACTS] = Facts.of(attribute(model, str(node.target)))
-    _merge_selections(graph)
-    return graph, tracer.opaque
+def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tuple[fx.Graph, str]:
+    """The model's graph in its present mode, and which of the `allowed` sizes are free.
 
-
-def _merge_selections(graph: fx.Graph) -> None:
-    """Use one node for each item of a list or a mapping, so that it is quantized once."""
-    taken: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not operator.getitem or node.meta.get(FACTS) is None:
-            continue
-        source, index = node.args
-        if source.meta.get(FACTS, ()) is None and isinstance(index, (int, str)):
-            first = taken.setdefault((source, index), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
-
-
-def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
-    """The graph, and whether forward drew from Python's or NumPy's generators."""
-    with (
-        seeded(0), torch_takes_proxies(), gradients_refused(lambda: tracer.is_paused),
-        NoDraws(lambda: tracer.is_paused), restoring_state(model) as changes,
-    ):  # fmt: skip
+    Raises:
+        UntraceableError: if it cannot be captured, or if the graph answers otherwise than the model.
+    """
+    with tracing_alone, seeded(0):
         before = python_state()
-        graph = tracer.trace(model)
+        graph, free = export(model, examples, allowed)
         draws = python_state() != before
-    counted = [change for change in changes if not change.is_new and change.proxy is None]
-    lost = [each.name for each in changes if each.proxy is not None and each.proxy.node.meta.get(FACTS) is not None]
-    if lost and model.training:  # once, and not for evaluation again
-        log.warning(
-            "forward of %s writes %s, which a prepared model does not keep: let it return what others read of it",
-            type(model).__name__, ", ".join(lost),
-        )  # fmt: skip
-    if counted and tracer.examples is None:
-        raise UntraceableError(f"forward changes {counted[0].name}, which a graph does not keep")
-    return graph, draws
+    drop_unread(graph, model)
+    _write_elsewhere(graph, model)
+    _check_answer(model, examples, graph, draws)
+    return graph, free
 
 
-def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, graph: fx.Graph, draws: bool) -> None:
-    """Refuse a graph that computes something else: Python code may treat a proxy wrongly, draw numbers, or count calls.
+def _write_elsewhere(graph: fx.Graph, model: nn.Module) -> None:
+    """Let x += y make a new tensor, where no node sees the difference."""
+    memory = Memory(model, graph)
+    for node in graph.nodes:
+        written = node.op == "call_method" and str(node.target).removesuffix("_") in PYTHONS and len(node.args) == 2
+        if written and str(node.target).endswith("_") and not node.kwargs and memory.is_unseen(node):
+            node.op, node.target = "call_function", PYTHONS[str(node.target)[:-1]]
 
-    The model runs with another random seed, and the modules that the graph calls in evaluation, as for its output.
+
+class _Noting(fx.Interpreter):
+    """Runs a graph, and notes the facts of each node."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value."""
+        value = super().run_node(n)
+        n.meta[FACTS] = Facts.of(value)
+        return value
+
+
+def _check_answer(model: nn.Module, examples: Examples, graph: fx.Graph, draws: bool) -> None:
+    """Note the facts of a graph's nodes, and refuse a graph that computes something else than the model.
+
+    Python code may count calls or draw numbers. The modules that the graph calls run in evaluation.
     """
 
     def run() -> Any:
-        with seeded(1), torch.no_grad(), torch_takes_proxies(), _called_in_evaluation(model, graph):
+        with seeded(1), torch.no_grad(), without_fast_path(), _called_in_evaluation(model, graph):
             before = python_state()
             answer = call_with(model, examples)
             return answer, python_state() != before
@@ -130,15 +106,26 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
         expected, draws_again = run()
     if draws and draws_again:  # both, since another thread may have drawn during one of them
         raise UntraceableError(DRAWS)
-    if changes and (counted := _unsettled(model, changes, run)):
+    settled = [change for change in changes if not change.holds_tensor]
+    if settled and (counted := _unsettled(model, settled, run)):
         raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")
-    if not _are_same(tracer.answer(graph), expected):
-        with seeded(1), torch_takes_proxies(), restoring_state(model):
-            replayed = tracer.replay(graph)
-        if not _are_same(replayed, expected):
-            raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
+    if model.training and (lost := [each.name for each in changes if each.holds_tensor]):
+        log.warning(
+            "forward of %s writes %s, which a prepared model does not keep: let it return what others read of it",
+            type(model).__name__, ", ".join(lost),
+        )  # fmt: skip
+    runner = fx.GraphModule(model, graph)
+    inputs = copied([examples.get(str(node.target).lstrip("*"), _missing(node)) for node in graph.find_nodes(op="placeholder")])
+    with seeded(1), torch.no_grad(), restoring_state(model), _called_in_evaluation(model, graph):
+        answer = _Noting(runner).run(*inputs)
+    if not _are_same(answer, expected):
+        raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
 
 
+def _missing(node: fx.Node) -> Any:
+    if node.args:
+        return node.args[0]
+    return {} if str(node.target).startswith("**") else () if str(node.target).startswith("*") else None
 def _unsettled(model: nn.Module, changes: list[Change], run: Callable[[], Any]) -> str:
     """The first attribute that a second run changes again; "" if it finds what the first left, as a log or a cache."""
     names = [change.name for change in changes]

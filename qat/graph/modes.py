@@ -13,10 +13,10 @@ from torch import fx, nn
 from qat.contexts import evaluating
 from qat.inputs import Examples
 from qat.torch_internals import ASSERTION, GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
-from qat.tracing.in_place import written_by
-from qat.tracing.nodes import free_name, given_by_name, scope_of, submodule_of
-from qat.tracing.recording import check_modules, graph_of
-from qat.tracing.side_effects import UntraceableError
+from qat.graph.in_place import written_by
+from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
+from qat.graph.capture import check_modules, graph_of
+from qat.graph.side_effects import UntraceableError
 
 Graph = TypeVar("Graph", bound=fx.GraphModule)
 
@@ -33,19 +33,16 @@ class ByMode(nn.Module):
         return training if self.training else evaluation
 
 
-def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph]) -> tuple[Graph, dict[str, str]]:
+def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Graph:
     """The model as a graph module that shares its submodules and follows train and eval mode as the model does.
 
-    Returns:
-        The graph module, and the functions in it that could not be split into operations, name to reason.
-
     Raises:
-        UntraceableError: if torch.fx cannot trace the model, or if only evaluation applies a BatchNorm.
+        UntraceableError: if the model cannot be captured, or if only evaluation applies a BatchNorm.
     """
     check_modules(model, graph_class)
     with evaluating(model):
-        in_evaluation, opaque = graph_of(model, examples)
-        training, _ = graph_of(model.train(), examples)
+        in_evaluation, free = graph_of(model, examples, ("all", "batch", "none"))
+        training, _ = graph_of(model.train(), examples, (free, "none"))
     norms = [spelled_out(model, training, True), spelled_out(model, in_evaluation, False)]
     in_both = [name for name in norms[0] if name in norms[1]]
     for name in in_both:
@@ -70,7 +67,7 @@ def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph])
     _dropouts_become_modules(graph_module, counterparts)
     _outputs_by_mode(graph_module, in_evaluation, counterparts)
     graph_module.recompile()
-    return graph_module, opaque
+    return graph_module
 
 
 def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:

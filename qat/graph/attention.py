@@ -1,17 +1,14 @@
 """Attention as separate operations, so that each of them gets a grid."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 from qat.layers import attention_core
-from qat.tracing.nodes import dimensions
-
-LAYER_NAME = "qat_layer_name"
-"""Key of node.meta: the name, within its module, of the layer that replaces a function."""
 
 
 def scaled_dot_product_attention(
@@ -41,24 +38,22 @@ def scaled_dot_product_attention(
 
 
 def multi_head_attention(
-    module: nn.MultiheadAttention, query: Any, key: Any, value: Any, key_padding_mask: Any = None,
-    need_weights: bool = True, attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
+    module: nn.MultiheadAttention, named: Callable[..., Any], query: Any, key: Any, value: Any,
+    key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, average_attn_weights: bool = True,
+    is_causal: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """`nn.MultiheadAttention` with a projection for each of query, key and value; the mask decides, not `is_causal`."""
-    known = isinstance(query, fx.Proxy) and dimensions(query.node) is not None
-    single = known and query.dim() == 2  # a guard in the graph checks it
+    """`nn.MultiheadAttention` with a projection for each of query, key and value; the mask decides, not `is_causal`.
+
+    `named(name, function, *args)`: calls a function that a layer of this name will replace.
+    """
     parameters = dict(zip(attention_core.PROJECTIONS, attention_core.projections(module), strict=True))
 
     def project(name: str, x: Any) -> Any:
-        if name == "out_proj":
-            return module.out_proj(x)
-        projected: Any = F.linear(x, *parameters[name])
-        projected.node.meta[LAYER_NAME] = name
-        return projected
+        return module.out_proj(x) if name == "out_proj" else named(name, F.linear, x, *parameters[name])
 
     return attention_core.multihead_attention(
         module, query, key, value, (attn_mask, key_padding_mask), project, _as_it_is,
-        single=single, need_weights=need_weights, average=average_attn_weights,
+        single=query.dim() == 2, need_weights=need_weights, average=average_attn_weights,
     )  # fmt: skip
 
 

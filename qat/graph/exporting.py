@@ -1,0 +1,126 @@
+"""One mode of a model as `torch.export` records it, with as many free sizes as it allows."""
+
+import copy
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from qat.graph.attention import scaled_dot_product_attention
+from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
+from qat.graph.lifting import Lifter, packed, unpacked
+from qat.inputs import Examples, call_given, copied
+from qat.text import first_line
+from qat.torch_internals import depends_on_values, size_conditions, sizes_from_zero
+from qat.graph.patches import torch_as_captured
+from qat.graph.side_effects import UntraceableError
+
+BATCH = 7
+"""The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
+
+PATIENCE = 8.0
+"""Seconds for an attempt with all sizes free; sympy takes minutes for models of windows."""
+
+GRADIENTS = frozenset((
+    "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",
+    "register_hook", "register_post_accumulate_grad_hook",
+))  # fmt: skip
+"""Attributes and methods of a tensor that concern its gradients. A graph keeps none of them."""
+
+
+class OutOfPatience(Exception):
+    """An attempt takes longer than it may."""
+
+
+class Outer(nn.Module):
+    """A model as a function from a list of tensors to a tuple of tensors; `results` says how its own were packed."""
+
+    def __init__(self, model: nn.Module, packing: dict[str, Any], results: list[Any]) -> None:
+        super().__init__()
+        self.model, self.packing, self.results = model, packing, results  # export puts back what forward assigns
+
+    def forward(self, leaves: list[Tensor]) -> tuple[Any, ...]:
+        """The tensors in the model's result."""
+        made = unpacked(self.packing, leaves.__getitem__, lambda kind, args, kwargs: kind(*args, **kwargs))
+        slots: list[Any] = []
+        self.results.append(packed(call_given(self.model, made), slots))
+        return tuple(slots)
+
+
+class Watching(TorchFunctionMode):
+    """A context that takes attention apart, refuses questions about gradients, and stops when time is up."""
+
+    def __init__(self, until: float) -> None:
+        super().__init__()
+        self.until = until
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        if time.monotonic() > self.until:
+            raise OutOfPatience
+        if function is F.scaled_dot_product_attention:
+            return scaled_dot_product_attention(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Which sizes are free, and the inputs to export with; the first that works is the best."""
+    sizes = {x.shape[0] if x.dim() else 0 for x in examples if isinstance(x, Tensor)}
+    grown = [x[torch.arange(BATCH, device=x.device) % len(x)] for x in examples] if len(sizes) == 1 and 0 not in sizes else None
+    for given in (grown, examples):
+        if given is not None:
+            yield "all", given
+            yield "batch", given
+    yield "none", examples
+
+
+def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tuple[fx.Graph, str]:
+    """The graph of a model in its present mode, and which sizes are free: "all", those of the "batch", or "none".
+
+    Raises:
+        UntraceableError: if it cannot be captured; the message is that of the attempt that fixed least.
+    """
+    leaves: list[Any] = []
+    packing = {name: packed(value, leaves) for name, value in examples.items()}
+    first: Exception | None = None
+    for free, given in attempts(leaves):
+        if free not in allowed:
+            continue
+        try:
+            return _attempt(model, examples, packing, given, free), free
+        except OutOfPatience:
+            continue
+        except Exception as error:
+            first = first or error
+            if depends_on_values(error) or isinstance(error, UntraceableError):
+                break
+    assert first is not None
+    raise UntraceableError(f"torch.export cannot capture {type(model).__name__}: {first_line(first)}") from first
+
+
+def _attempt(model: nn.Module, examples: Examples, packing: Any, given: list[Any], free: str) -> fx.Graph:
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    results: list[Any] = []
+    outer = Outer(copy.deepcopy(model, shared), packing, results)
+    outer.training = model.training
+    until = time.monotonic() + PATIENCE if free == "all" else float("inf")
+    with torch_as_captured(lambda: bool(running)), opaque_leaves(outer.model), Watching(until), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = exported_program(outer, copied(given), free)
+        recorded: list[LeafCall] = [*calls]
+    conditions = size_conditions(exported, len(given))
+    return Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])
+
+
+def exported_program(outer: nn.Module, leaves: list[Any], free: str) -> ExportedProgram:
+    """The export of a model of a list of tensors."""
+    axes = {"all": lambda x: range(x.dim()), "batch": lambda x: range(min(1, x.dim())), "none": lambda x: ()}[free]
+    dynamic = [dict.fromkeys(axes(x), Dim.AUTO) for x in leaves]
+    with torch.enable_grad(), sizes_from_zero():
+        return torch.export.export(outer, (leaves,), dynamic_shapes=(dynamic,), strict=False)

@@ -1,0 +1,153 @@
+"""Leaf modules: while `torch.export` runs a model, each of their calls is one opaque operator.
+
+The operator `qat::leaf` only computes the shapes of a module's results, so layers, norms, dropouts, LSTMs, modules with
+hooks or parametrizations and classes of the user's come out of an export as a call of that very module.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qat.contexts import evaluating
+from qat.graph.attention import multi_head_attention
+from qat.layers.twins import float_type_of
+from qat.quantizer import Quantizer
+from qat.torch_internals import forget_decisions, pytree, version_of
+
+TAKEN_APART = (
+    nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+)  # fmt: skip
+
+KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d", "SyncBatchNorm", "CUDASyncBatchNorm")
+"""Modules that stay whole: torchvision's first draws by row, and the BatchNorms fold as modules."""
+
+library = torch.library.Library("qat", "FRAGMENT")
+library.define("leaf(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
+LEAF: Any = torch.ops.qat.leaf.default
+fx.node.has_side_effect(LEAF)
+
+TENSOR = object()
+"""Stands for a tensor among the results of a call."""
+
+calls: list["LeafCall"] = []
+"""The calls of the present export; the operator knows them by their place. One thread at a time exports."""
+
+running: list["LeafCall"] = []
+"""The call whose shapes are being computed, if any."""
+
+
+class LeafCall:
+    """A call of a leaf: what was passed, how its results are packed, and which arguments it writes into."""
+
+    def __init__(self, target: str | Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.target, self.run = target, run  # the name of a module, or a function
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        kinds = (Tensor, torch.SymInt)
+        self.places = [[i for i, leaf in enumerate(leaves) if isinstance(leaf, kind)] for kind in kinds]
+        self.given = [[leaves[i] for i in places] for places in self.places]
+        self.constants = leaves
+        self.note: dict[str, Any] = {}  # for the meta of its node
+        self.written: list[int] = []
+        self.results: list[Any] = []
+        self.packing: Any = None
+
+    def arguments(self, *given: Any) -> Any:
+        """Its args and kwargs, with these tensors and sizes in their places."""
+        leaves = [*self.constants]
+        for places, values in zip(self.places, given, strict=True):
+            for place, value in zip(places, values, strict=True):
+                leaves[place] = value
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __call__(self) -> Any:
+        """What the operator returns in an export, packed as the leaf's own results."""
+        number = len(calls)
+        calls.append(self)
+        found = iter(LEAF(number, *self.given))
+        return pytree.tree_unflatten([next(found) if one is TENSOR else one for one in self.results], self.packing)
+
+
+@torch.library.register_fake("qat::leaf", lib=library)
+def _shapes(number: int, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
+    call = calls[number]
+    args, kwargs = call.arguments(tensors, sizes)
+    versions = [version_of(tensor) for tensor in tensors]
+    running.append(call)
+    try:
+        with forget_decisions(tensors):  # when it runs, it decides itself
+            results, call.packing = pytree.tree_flatten(call.run(*args, **kwargs))
+    finally:
+        running.pop()
+    call.written = [i for i, tensor in enumerate(tensors) if version_of(tensor) != versions[i]]
+    call.results = [TENSOR if isinstance(result, Tensor) else result for result in results]
+    return [
+        torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device)
+        for one in results
+        if isinstance(one, Tensor)
+    ]
+
+
+def named(layer: str, function: Callable[..., Any], *args: Any) -> Any:
+    """A function's result in an export, whose node knows the name of the layer that would replace it."""
+    call = LeafCall(function, function, args, {})
+    call.note = {LAYER_NAME: layer}
+    return call()
+
+
+LAYER_NAME = "qat_layer_name"
+"""Key of node.meta: the name, within its module, of the layer that replaces a function."""
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a call stays one node: torch's own but attention, modules with a twin, and those that are kept whole."""
+    if type(module) in TAKEN_APART or isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward:
+        return False
+    known = type(module).__name__ in KEPT_WHOLE or isinstance(module, Quantizer) or float_type_of(module) is not None
+    return known or type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) or _rests_in_evaluation(module)
+
+
+def _rests_in_evaluation(module: nn.Module) -> bool:
+    """Whether a module without state passes its input in evaluation and changes it in training: DropPath.
+
+    Taken apart, it would give all that follows other inputs in training, and so a second copy in the graph.
+    """
+    if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())):
+        return False
+    x = torch.ones(2, 2)
+    try:
+        with evaluating(module):
+            return module(x) is x and module.train()(x) is not x
+    except Exception:  # it takes other inputs
+        return False
+
+
+@contextmanager
+def opaque_leaves(model: nn.Module) -> Iterator[None]:
+    """A context in which the leaves of a model are opaque, and its attention modules are their operations.
+
+    The model is a copy that is thrown away. torch.export gives out stand-ins of modules that share their attributes, so
+    the way in is `_call_impl` of the instance.
+    """
+    calls.clear()
+    inside = ""
+    for name, module in model.named_modules():
+        if not name or (inside and name.startswith(inside)):
+            continue
+        if is_leaf(module):
+            inside = f"{name}."
+            vars(module)["_call_impl"] = partial(_call, name, module)
+        elif type(module) is nn.MultiheadAttention:
+            vars(module)["forward"] = partial(multi_head_attention, module, named)
+    try:
+        yield
+    finally:
+        calls.clear()
+
+
+def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return LeafCall(name, partial(type(module)._call_impl, module), args, kwargs)()

@@ -1,0 +1,295 @@
+"""From what `torch.export` recorded of a model to a graph that calls the model's own modules."""
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from qat.graph.leaves import LEAF, TENSOR, LeafCall
+from qat.graph.operators import CHECKS, SAME, called
+from qat.graph.sizes import expect_default, expect_sizes
+from qat.inputs import Examples
+from qat.torch_internals import GRAPH_CONSTANT, buffers_of, pytree
+from qat.graph.side_effects import UntraceableError
+
+FIXED = (int, float, complex, str, bool, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor or size in arguments or results."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A dataclass or named tuple, since they are no containers to copy: its class and its fields."""
+
+    kind: Any
+    values: dict[str, Any]
+
+
+def packed(value: Any, slots: list[Any]) -> Any:
+    """A value with a `Slot` in place of each tensor and size, which are added to `slots`; containers are copied.
+
+    Raises:
+        UntraceableError: if it holds something else than tensors, plain values, and containers of these.
+    """
+    if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)):
+        slots.append(value)
+        return Slot(len(slots) - 1)
+    if isinstance(value, (Slot, *FIXED)):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Record(type(value), {name: packed(getattr(value, name), slots) for name in value._fields})
+    if type(value) in (list, tuple, torch.Size):
+        items = [packed(each, slots) for each in value]
+        return items if type(value) is list else tuple(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        values = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        return Record(type(value), {name: packed(each, slots) for name, each in values.items()})
+    if isinstance(value, dict):
+        items = {key: packed(each, slots) for key, each in value.items()}
+        return items if type(value) is dict else Record(type(value), {"": items})
+    return value
+
+
+def unpacked(value: Any, filled: Callable[[int], Any], made: Callable[..., Any]) -> Any:
+    """What `packed` took apart, with `filled(number)` for its slots and `made(kind, args, kwargs)` for its records."""
+    if isinstance(value, Slot):
+        return filled(value.number)
+    if isinstance(value, Record):
+        values = {name: unpacked(each, filled, made) for name, each in value.values.items()}
+        if is_dataclass(value.kind):
+            return made(value.kind, (), {name: each for name, each in values.items() if each is not None})
+        return made(value.kind, tuple(values.values()), {})
+    if type(value) in (list, tuple):
+        return type(value)(unpacked(each, filled, made) for each in value)
+    return {k: unpacked(each, filled, made) for k, each in value.items()} if type(value) is dict else value
+
+
+def ways(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """The number of each slot, and the steps to it: an index, a key, or the name of an attribute in a tuple."""
+    if isinstance(value, Slot):
+        yield value.number, way
+    elif isinstance(value, Record):
+        for name, each in value.values.items():
+            yield from ways(each, (*way, (name,)) if name else way)
+    elif isinstance(value, (list, tuple, dict)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from ways(each, (*way, key))
+
+
+class Lifter:
+    """Builds the graph of one mode. `env`: what stands for each node of the export; `known`: its value if it is fixed.
+
+    What depends on constants alone is computed once, in the order of the export, in-place writes included; a node that
+    reads it gets a constant of the model.
+    """
+
+    def __init__(self, model: nn.Module, exported: ExportedProgram, calls: list[LeafCall], prefix: str) -> None:
+        self.model, self.exported, self.calls, self.prefix = model, exported, calls, prefix
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.known: dict[fx.Node, Any] = {}
+        self.attributes: dict[str, fx.Node] = {}
+        self.first: fx.Node | None = None  # an input that is a tensor: new tensors are made on its device
+        self.detached = False
+
+    def lift(self, examples: Examples, packing: dict[str, Any], conditions: Any, result: Any) -> fx.Graph:
+        """The graph: inputs as forward names them, a check of what the export took for granted, the nodes, the result."""
+        signature = self.exported.graph_signature
+        nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
+        inputs = []
+        for spec in signature.input_specs:
+            node = nodes.get(spec.arg.name)
+            if spec.kind is InputKind.USER_INPUT:
+                inputs.append(node)
+            elif node is not None and spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                self.env[node] = str(spec.target).removeprefix(self.prefix)
+            elif node is not None and spec.kind is InputKind.CONSTANT_TENSOR:
+                self.known[node] = self.exported.constants[spec.target].detach()
+            else:
+                raise UntraceableError(f"forward has an input that is a {spec.kind.name.lower()}")
+        self._inputs(inputs, examples, packing, conditions)
+        self._body(self.exported.graph_module)
+        results = self.exported.graph.output_node().args[0]
+        made = [self._value(each) for each in results]
+        self.graph.output(unpacked(result, made.__getitem__, self._container))
+        return self.graph
+
+    def _container(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        return self.graph.call_function(kind, args, kwargs)
+
+    def _inputs(self, inputs: list[fx.Node | None], examples: Examples, packing: dict[str, Any], conditions: Any) -> None:
+        places: dict[str, fx.Node] = {}
+        optional = False
+        parameters = list(inspect.signature(self.model.forward).parameters.values())
+        for parameter in parameters:
+            star = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
+            optional = not star and (optional or parameter.default is not parameter.empty)
+            default = None if parameter.default is parameter.empty else parameter.default
+            places[parameter.name] = self.graph.placeholder(star + parameter.name, None, *[default] * optional)
+        for parameter in parameters:
+            given = examples.get(parameter.name, parameter.default)
+            starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.name not in examples and starred:
+                given = () if parameter.kind is parameter.VAR_POSITIONAL else {}
+            if not any(True for _ in ways(packing.get(parameter.name))):
+                self.graph.call_function(expect_default, (places[parameter.name], given, parameter.name))
+        read = []
+        for name, value in packing.items():
+            for number, way in ways(value):
+                source = places[name]
+                for step in way:
+                    by_name = isinstance(step, tuple)
+                    function = getattr if by_name else operator.getitem
+                    source = self.graph.call_function(function, (source, step[0] if by_name else step))
+                read.append((number, source, name + "".join(f".{s[0]}" if isinstance(s, tuple) else f"[{s!r}]" for s in way)))
+        for number, source, _ in read:
+            node = inputs[number] if number < len(inputs) else None
+            if node is not None:
+                self.env[node] = source
+                self._describe(source, node)
+            self.first = self.first or source
+        if conditions:
+            tensors = [source for _, source, _ in sorted(read, key=lambda each: each[0])]
+            names = tuple(name for *_, name in sorted(read, key=lambda each: each[0]))
+            self.graph.call_function(expect_sizes, (tensors, names, tuple(conditions)))
+
+    def _value(self, argument: Any) -> Any:
+        """An argument of the export's nodes, with our nodes in place of its."""
+        return fx.node.map_arg(argument, self._node)
+
+    def _node(self, node: fx.Node) -> Any:
+        if node in self.known:
+            value = self.known[node]
+            if not isinstance(value, Tensor):
+                return value
+            self.env[node] = self._constant(value)
+        found = self.env[node]
+        if isinstance(found, str):
+            if found not in self.attributes:
+                self.attributes[found] = self._describe(self.graph.get_attr(found), node)
+            return self.attributes[found]
+        return found
+
+    def _constant(self, value: Tensor) -> str:
+        """The name of a constant of the model with this value."""
+        held = {name: x for name, x in buffers_of(self.model).items() if name.startswith(GRAPH_CONSTANT)}
+        for name, other in held.items():
+            if other is not None and other.dtype == value.dtype and other.shape == value.shape and torch.equal(other, value):
+                return name
+        name = f"{GRAPH_CONSTANT}{len(held)}"
+        self.model.register_buffer(name, value.detach().clone(), persistent=False)
+        return name
+
+    def _describe(self, mine: fx.Node, node: fx.Node) -> fx.Node:
+        stack = {key: (str(path).split("@")[0].removeprefix(self.prefix[:-1]).removeprefix("."), kind)
+                 for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items()}  # fmt: skip
+        mine.meta["nn_module_stack"] = stack
+        return mine
+
+    def _body(self, module: fx.GraphModule) -> None:
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                part = getattr(module, str(node.target))
+                if isinstance(part, Tensor):
+                    self.known[node] = part
+                else:
+                    self.env[node] = part
+            elif node.op == "call_function":
+                self._call(node)
+
+    def _call(self, node: fx.Node) -> None:
+        target: Any = node.target
+        name = getattr(target, "__name__", str(target)).removeprefix("aten.").partition(".")[0]
+        if name in CHECKS:
+            return
+        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            self._inline(node, name)
+        elif target is LEAF:
+            self._call_leaf(node)
+        elif self._is_fixed(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: self.known[each])
+            self.known[node] = target(*args, **kwargs)
+        elif target is operator.getitem and isinstance(self.env.get(node.args[0]), (list, tuple)):
+            self.env[node] = self.env[node.args[0]][node.args[1]]
+        elif name in SAME:
+            self.env[node] = self._node(node.args[0])
+        elif any(isinstance(self.env.get(each), fx.GraphModule) for each in node.all_input_nodes):
+            raise UntraceableError(f"forward calls {name}, which a graph of torch.fx does not keep")
+        else:
+            self._call_operator(node)
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return not drawn and all(each in self.known for each in node.all_input_nodes)
+
+    def _call_operator(self, node: fx.Node) -> None:
+        args, kwargs = self._value(node.args), dict(self._value(dict(node.kwargs)))
+        if kwargs.get("device") is not None and self.first is not None:
+            kwargs["device"] = self.graph.call_function(getattr, (self.first, "device"))
+        operation, target, args, kwargs = called(node, args, kwargs)
+        mine = self._describe(self.graph.create_node(operation, target, args, kwargs), node)
+        first_of_two = target is F.adaptive_max_pool1d or target is F.adaptive_max_pool2d or target is F.adaptive_max_pool3d
+        self.env[node] = [mine, None] if first_of_two else self._cut(mine, node.meta.get("val"))
+        schema = getattr(node.target, "_schema", None)
+        if schema and schema.arguments and schema.arguments[0].alias_info and schema.arguments[0].alias_info.is_write:
+            self._rename(node.args[0], mine)
+
+    def _cut(self, mine: fx.Node, value: Any) -> fx.Node:
+        """The node behind a `no_grad`, if forward made it under one."""
+        return self.graph.call_method("detach", (mine,)) if self.detached and isinstance(value, Tensor) else mine
+
+    def _rename(self, source: Any, mine: fx.Node) -> None:
+        """After a write, let a tensor's name stand for the result, so that the graph reads as if nothing were written."""
+        old = self._node(source)
+        for key, value in self.env.items():
+            if value is old:
+                self.env[key] = mine
+        for name, value in self.attributes.items():
+            if value is old:
+                self.attributes[name] = mine
+
+    def _inline(self, node: fx.Node, name: str) -> None:
+        """The nodes of a region under no_grad or without autocast."""
+        by_grad = name == "wrap_with_set_grad_enabled"
+        if not by_grad and node.args[1] is not None and node.args[2]:
+            raise UntraceableError("a part of it runs under autocast, which a graph does not keep")
+        place = 1 if by_grad else 4
+        part: Any = self.env[node.args[place]]  # type: ignore[index]
+        inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
+        for inner, outer in zip(inputs, node.args[place + 1 :], strict=True):
+            self.env[inner] = self._value(outer)
+        detached, self.detached = self.detached, by_grad and not node.args[0]
+        self._body(part)
+        self.detached = detached
+        self.env[node] = tuple(self._value(list(part.graph.output_node().args[0])))
+
+    def _call_leaf(self, node: fx.Node) -> None:
+        number, tensors, sizes = self._value(node.args)
+        call = self.calls[number]
+        args, kwargs = call.arguments(tensors, sizes)
+        make = self.graph.call_module if isinstance(call.target, str) else self.graph.call_function
+        mine = self._describe(make(call.target, args, kwargs), node)  # type: ignore[arg-type]
+        mine.meta |= call.note
+        packing = packed(pytree.tree_unflatten([Slot(i) for i in range(len(call.results))], call.packing), [])
+        values: dict[int, fx.Node] = {}
+        for place, way in ways(packing):
+            value = mine
+            for step in way:
+                value = self.graph.call_function(operator.getitem, (value, step))
+            values[place] = value
+        tensors_only = [place for place, result in enumerate(call.results) if result is TENSOR]
+        self.env[node] = [self._cut(values[place], torch.Tensor()) for place in tensors_only]
+        for written in call.written:
+            self._rename(node.args[1][written], self.env[node][0])  # type: ignore[index]

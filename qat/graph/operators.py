@@ -1,0 +1,130 @@
+"""ATen operators as the functions, methods and Python operators that forward called, of which they are overloads."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""Operation, target, args and kwargs of a node of torch.fx."""
+
+UNSAID = ("cudnn_enable", "cudnn_enabled", "pin_memory", "layout")
+"""Arguments that no function takes, or that say nothing."""
+
+WHOLE = 2**63 - 1
+"""The end of a slice that goes to the end."""
+
+CHECKS = (
+    "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_async",
+)  # fmt: skip
+"""Operators without a result, which an export adds."""
+
+SAME = ("lift_fresh_copy", "lift_fresh", "alias", "contiguous", "resolve_conj", "resolve_neg")
+"""Operators whose result stands for their operand."""
+
+PYTHONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg,
+    "floor_divide": operator.floordiv, "remainder": operator.mod, "__and__": operator.and_, "__or__": operator.or_,
+    "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_not": operator.invert, "pow": operator.pow,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+"""Operators that forward mostly writes as Python's, if nothing but the two operands is given."""
+
+METHODS = (
+    "reshape", "expand", "permute", "to", "type_as", "repeat", "expand_as", "new_zeros", "new_ones", "new_full",
+    "new_empty", "masked_fill", "unfold", "item", "reshape_as", "view_as",
+)  # fmt: skip
+
+ORDER = {
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    "instance_norm": ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    "embedding": ("indices", "weight", "padding_idx"),
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+}
+"""Functions of `F` that take their arguments in another order than the operator."""
+
+RENAMED: dict[str, Any] = {
+    "feature_dropout": F.dropout2d, "split_with_sizes": torch.split, "unsafe_split": torch.split,
+    "unsafe_chunk": torch.chunk, "_unsafe_view": torch.reshape, "upsample_nearest": "nearest", "upsample_linear": "linear",
+    "_upsample_nearest_exact": "nearest-exact", "upsample_bilinear": "bilinear", "upsample_bicubic": "bicubic",
+    "upsample_trilinear": "trilinear", "_upsample_bilinear_aa": "bilinear", "_upsample_bicubic_aa": "bicubic",
+}  # fmt: skip
+
+OF_F = (
+    "dropout", "alpha_dropout", "feature_alpha_dropout", "relu", "celu", "selu", "max_pool1d", "max_pool2d",
+    "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "adaptive_avg_pool1d",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu", "avg_pool1d",
+)  # fmt: skip
+"""Functions that are in `F` and in torch, and that people call there."""
+
+HOMES = ((torch, ""), (F, ""), (torch._C._nn, ""), (torch.fft, "fft_"), (torch.linalg, "linalg_"),
+         (torch.special, "special_"))  # fmt: skip
+
+
+def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call that a node of an export stands for; the operator itself if nothing else is known."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return "call_function", target, args, kwargs
+    name = target._schema.name.removeprefix("aten::")
+    given = dict(zip([argument.name for argument in target._schema.arguments], args, strict=False)) | kwargs
+    kwargs = {key: value for key, value in kwargs.items() if key not in UNSAID}
+    if name == "sym_size":
+        return "call_method", "size", args, kwargs
+    if name in ("slice", "select", "index"):
+        return _indexed(node, name, args, kwargs)
+    if name in ORDER:
+        return "call_function", getattr(F, name), tuple(given.get(key) for key in ORDER[name] if key in given), {}
+    if "upsample" in name and target._overloadname == "vec":
+        return _resized(name.rstrip("123d") if not name.endswith("_aa") else name.replace("2d", ""), given)
+    if name in PYTHONS and len(args) == (1 if name in ("neg", "bitwise_not") else 2) and not kwargs:
+        return "call_function", PYTHONS[name], args, {}
+    if name in ("T", "mT", "H", "mH", "numpy_T"):
+        return "call_function", getattr, (args[0], name.removeprefix("numpy_")), {}
+    if name == "view" and target._overloadname != "dtype":  # a tensor may be contiguous in one mode alone
+        return "call_method", "reshape", args, {}
+    if name in METHODS or (name.endswith("_") and hasattr(torch.Tensor, name)):
+        return "call_method", name, args, kwargs
+    if name.endswith("_") and hasattr(F, name[:-1]):  # F.silu(x, inplace=True)
+        return "call_function", getattr(F, name[:-1]), args, {**kwargs, "inplace": True}
+    return _found(name, target, args, kwargs)
+
+
+def _found(name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if name in RENAMED:
+        return "call_function", RENAMED[name], args, kwargs
+    homes = ((F, ""), *HOMES) if name in OF_F else HOMES
+    for home, prefix in homes:
+        if name.startswith(prefix) and callable(found := getattr(home, name.removeprefix(prefix), None)):
+            return "call_function", found, args, kwargs
+    if hasattr(torch.Tensor, name):
+        return "call_method", name, args, kwargs
+    return "call_function", target, args, kwargs
+
+
+def _indexed(node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """x[...], and torch.select where forward called that."""
+    if name == "select" and "getitem__" not in str(node.meta.get("torch_fn", "")):
+        return "call_function", torch.select, args, kwargs
+    if name == "index":
+        index = tuple(slice(None) if each is None else each for each in args[1])
+        return "call_function", operator.getitem, (args[0], index if len(index) > 1 else index[0]), {}
+    axis, *bounds = args[1:]
+    where = bounds[0] if name == "select" else slice(*_bounds(*bounds))
+    return "call_function", operator.getitem, (args[0], (*[slice(None)] * axis, where) if axis else where), {}
+
+
+def _bounds(start: Any = None, end: Any = None, step: Any = None) -> tuple[Any, ...]:
+    ends = isinstance(end, int) and end == WHOLE
+    return None if isinstance(start, int) and start == 0 else start, None if ends else end, step
+
+
+def _resized(name: str, given: dict[str, Any]) -> Call:
+    options = {"size": given.get("output_size"), "scale_factor": given.get("scale_factors"), "mode": RENAMED[name]}
+    options |= {"align_corners": True} if given.get("align_corners") else {}
+    options |= {"antialias": True} if name.endswith("_aa") else {}
+    return "call_function", F.interpolate, (given["input"],), {k: v for k, v in options.items() if v is not None}

@@ -1,0 +1,90 @@
+"""Everything in torch and Python that is patched while a model is captured, each patch with the models that need it.
+
+These functions can only be replaced for the whole process. So one thread at a time captures (`tracing_alone`): two that
+patched at once would restore each other's patches. A replacement acts in the thread that captures; in any other thread
+it calls the original.
+
+    len                           models that ask `len(x)`, which must be an int and so would fix the size
+    scaled_dot_product_attention  torch's own Python code that calls it; `Watching` sees the calls of others
+    CheckpointFunction.apply      reentrant checkpoints, which run under no_grad and so would cut the gradients
+    get_fastpath_enabled          nn.TransformerEncoder and nn.MultiheadAttention, whose fast path no graph shows
+    _detect_is_causal_mask        nn.TransformerEncoder, which looks at the values of its mask
+    BackwardCFunction.__init__    models that apply a torch.autograd.Function, which are refused
+"""
+
+import builtins
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from qat.graph.attention import scaled_dot_product_attention
+from qat.graph.side_effects import UntraceableError
+from qat.torch_internals import CAUSAL_MASK_DETECTION, CHECKPOINT, applied_function, load_dynamo
+
+tracing_alone = threading.RLock()
+"""A context that one thread at a time can be in; the same thread may enter it again."""
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """A context in which attention and encoder layers run as plain operators in this thread."""
+    with tracing_alone, _replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
+        yield
+
+
+@contextmanager
+def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
+    """A context in which this thread runs Python code as an export can record it; a leaf pauses that.
+
+    A `torch.autograd.Function` is refused, since a graph would record its forward and differentiate that. The patch is
+    on the context object that torch creates for every application: user code may hold a reference to `apply` itself.
+    """
+
+    def refuse(context: Any) -> None:
+        if not is_paused():
+            kind = applied_function(context)
+            raise UntraceableError(
+                f"forward applies {kind.__module__}.{kind.__qualname__}, which has a gradient of its own"
+            )
+
+    load_dynamo()  # an export imports it, and it must see Python's own `len`
+    replacements: dict[tuple[Any, str], Any] = {
+        (builtins, "len"): _free_length(len),
+        (F, "scaled_dot_product_attention"): scaled_dot_product_attention,
+        CHECKPOINT: lambda function, preserve, *args: function(*args),
+        CAUSAL_MASK_DETECTION: lambda *_: False,
+        (BackwardCFunction, "__init__"): refuse,
+    }
+    with without_fast_path(), _replaced_here(replacements):
+        yield
+
+
+def _free_length(original: Any) -> Any:
+    return lambda x: x.shape[0] if isinstance(x, Tensor) and x.dim() else original(x)
+
+
+@contextmanager
+def _replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    """A context in which functions, by module and name, are replaced for this thread, inside `tracing_alone`."""
+    with ExitStack() as patches:
+        for (module, name), replacement in replacements.items():
+            patches.enter_context(mock.patch.object(module, name, _chosen(getattr(module, name), replacement)))
+        yield
+
+
+def _chosen(original: Any, replacement: Any) -> Any:
+    here = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Only another thread compiles: what is captured is not compiled.
+        elsewhere = torch.compiler.is_dynamo_compiling() or threading.get_ident() != here
+        return (original if elsewhere else replacement)(*args, **kwargs)
+
+    return call

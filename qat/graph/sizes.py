@@ -1,0 +1,49 @@
+"""What a captured graph takes for granted of its inputs; each call checks it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.node import has_side_effect
+
+from qat.torch_internals import size_checker
+
+
+@functools.lru_cache(maxsize=256)
+def _checker(conditions: tuple[str, ...]) -> Callable[[list[Any]], bool]:
+    return size_checker(f"({' and '.join(f'({each})' for each in conditions)})")
+
+
+@has_side_effect
+def expect_sizes(tensors: list[Tensor], names: tuple[str, ...], conditions: tuple[str, ...]) -> None:
+    """Raise a ValueError if sizes do not meet the conditions under which the graph is the model.
+
+    Args:
+        tensors: the inputs.
+        names: what forward calls them.
+        conditions: Python expressions of `s[number of the tensor][axis]`.
+    """
+    shapes = [tuple(x.shape) for x in tensors]
+    if torch.compiler.is_compiling() or _checker(conditions)(shapes):
+        return
+    broken = next(each for each in conditions if not _checker((each,))(shapes))
+    inside = [number for number in range(len(names)) if f"s[{number}]" in broken]
+    for number in inside:
+        broken = broken.replace(f"s[{number}]", f"{names[number]}.shape")
+    given = ", ".join(f"{names[number]} has the shape {shapes[number]}" for number in inside)
+    raise ValueError(
+        f"the model was prepared for inputs with {broken}, as its example_inputs have, and {given}; prepare the model"
+        " again with inputs of this size"
+    )
+
+
+@has_side_effect
+def expect_default(value: Any, default: Any, name: str) -> None:
+    """Raise a ValueError if an argument of forward is not what the model was prepared for."""
+    if value is not default and (isinstance(value, Tensor) or value != default):
+        raise ValueError(
+            f"the model was prepared for its argument {name!r} being {default!r}; to use another, prepare it with"
+            " example_inputs that contain one"
+        )
