@@ -67,7 +67,7 @@ def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> 
         draws = python_state() != before
     drop_unread(graph, model)
     _write_elsewhere(graph, model)
-    _check_answer(model, examples, graph, draws)
+    check_answer(model, examples, graph, draws)
     return graph, free
 
 
@@ -81,7 +81,17 @@ def _write_elsewhere(graph: fx.Graph, model: nn.Module) -> None:
 
 
 class _Noting(fx.Interpreter):
-    """Runs a graph, and notes the facts of each node."""
+    """Runs a graph on example inputs, and notes the facts of each node."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, examples: Examples) -> None:
+        super().__init__(fx.GraphModule(model, graph))
+        self.extra_traceback = False
+        self.examples = copied(examples)
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """An argument of forward."""
+        nothing = args[0] if args else {} if target.startswith("**") else () if target.startswith("*") else None
+        return self.examples.get(target.lstrip("*"), nothing)
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value."""
@@ -90,7 +100,7 @@ class _Noting(fx.Interpreter):
         return value
 
 
-def _check_answer(model: nn.Module, examples: Examples, graph: fx.Graph, draws: bool) -> None:
+def check_answer(model: nn.Module, examples: Examples, graph: fx.Graph, draws: bool = False) -> None:
     """Note the facts of a graph's nodes, and refuse a graph that computes something else than the model.
 
     Python code may count calls or draw numbers. The modules that the graph calls run in evaluation.
@@ -114,26 +124,19 @@ def _check_answer(model: nn.Module, examples: Examples, graph: fx.Graph, draws: 
             "forward of %s writes %s, which a prepared model does not keep: let it return what others read of it",
             type(model).__name__, ", ".join(lost),
         )  # fmt: skip
-    runner = fx.GraphModule(model, graph)
-    inputs = copied([examples.get(str(node.target).lstrip("*"), _missing(node)) for node in graph.find_nodes(op="placeholder")])
     with seeded(1), torch.no_grad(), restoring_state(model), _called_in_evaluation(model, graph):
-        answer = _Noting(runner).run(*inputs)
+        answer = _Noting(model, graph, examples).run()
     if not _are_same(answer, expected):
         raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
 
 
-def _missing(node: fx.Node) -> Any:
-    if node.args:
-        return node.args[0]
-    return {} if str(node.target).startswith("**") else () if str(node.target).startswith("*") else None
 def _unsettled(model: nn.Module, changes: list[Change], run: Callable[[], Any]) -> str:
     """The first attribute that a second run changes again; "" if it finds what the first left, as a log or a cache."""
     names = [change.name for change in changes]
     with restoring_state(model):
-        (first, _), left = run(), state_of(model)
-        left = {name: copied(left.get(name)) for name in names}
-        (second, _), after = run(), state_of(model)
-    changed = names if not _are_same(first, second) else [n for n in names if not is_equal(left[n], after.get(n))]
+        first, left = run()[0], copied({name: state_of(model).get(name) for name in names})
+        second, after = run()[0], copied({name: state_of(model).get(name) for name in names})
+    changed = names if not _are_same(first, second) else [n for n in names if not is_equal(left[n], after[n])]
     return next(iter(changed), "")
 
 

@@ -1,9 +1,11 @@
 """One mode of a model as `torch.export` records it, with as many free sizes as it allows."""
 
 import copy
+import sys
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +68,23 @@ class Watching(TorchFunctionMode):
             raise OutOfPatience
         if function is F.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        try:
+            return function(*args, **(kwargs or {}))
+        except Exception as error:
+            if depends_on_values(error):
+                raise UntraceableError(
+                    f"the way through it depends on the values of a tensor ({_place()}); torch.where(condition, a, b)"
+                    " takes both ways"
+                ) from error
+            raise
+
+
+def _place() -> str:
+    """File and line of the code outside of torch and this package that runs."""
+    frame: Any = sys._getframe()
+    while frame.f_globals.get("__name__", "").startswith(("torch.", "qat.")):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
 
 
 def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:

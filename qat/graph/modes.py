@@ -4,6 +4,7 @@ Tracing reads `self.training` once, so the model is traced in both modes. Nodes 
 trace are added, and `ByMode` picks the outputs at every call.
 """
 
+import copy
 import operator
 from typing import Any, TypeVar
 
@@ -12,10 +13,11 @@ from torch import fx, nn
 
 from qat.contexts import evaluating
 from qat.inputs import Examples
+from qat.text import first_line
 from qat.torch_internals import ASSERTION, GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
 from qat.graph.in_place import written_by
 from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
-from qat.graph.capture import check_modules, graph_of
+from qat.graph.capture import check_answer, check_modules, graph_of, log
 from qat.graph.side_effects import UntraceableError
 
 Graph = TypeVar("Graph", bound=fx.GraphModule)
@@ -42,7 +44,7 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
     check_modules(model, graph_class)
     with evaluating(model):
         in_evaluation, free = graph_of(model, examples, ("all", "batch", "none"))
-        training, _ = graph_of(model.train(), examples, (free, "none"))
+        training = _in_training(model.train(), examples, in_evaluation, free)
     norms = [spelled_out(model, training, True), spelled_out(model, in_evaluation, False)]
     in_both = [name for name in norms[0] if name in norms[1]]
     for name in in_both:
@@ -68,6 +70,27 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
     _outputs_by_mode(graph_module, in_evaluation, counterparts)
     graph_module.recompile()
     return graph_module
+
+
+def _in_training(model: nn.Module, examples: Examples, evaluation: fx.Graph, free: str) -> fx.Graph:
+    """The graph of training; where it cannot be captured, that of evaluation, with dropouts that act."""
+    try:
+        return graph_of(model, examples, (free, "none"))[0]
+    except UntraceableError as error:
+        graph = copy.deepcopy(evaluation)
+        for node in graph.find_nodes(op="call_function", target=F.dropout):
+            node.args, node.kwargs = (), {**given_by_name(node, ("input", "p", "training", "inplace")), "training": True}
+        reason = first_line(error)
+    try:
+        check_answer(model, examples, graph)
+    except UntraceableError:
+        log.warning(
+            "%s cannot be captured in training: %s. In training the prepared model computes what it computes in"
+            " evaluation, with dropouts and norms in training mode", type(model).__name__, reason,
+        )  # fmt: skip
+    except Exception as error:  # it needs labels, or images of another size
+        raise UntraceableError(f"{type(model).__name__} does not run in training: {first_line(error)}") from error
+    return graph
 
 
 def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
