@@ -45,8 +45,8 @@ def summary(model: nn.Module) -> str:
         counts, why the model is prepared in parts, and which, if it is, and the result of the self-check of training;
         or which layers of your own an exported file computes in float.
 
-    >>> from qat import prepare
-    >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
+    >>> import torch, qat
+    >>> print(summary(qat.prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=torch.randn(4, 8))))
     name             type          grid                               rule  parameters  remark
     input_quantizer  LSQQuantizer  uint8 affine per tensor            lsq   1           not calibrated
     0                QuantLinear   int8 narrow symmetric per channel  lsq   20          input: input_quantizer

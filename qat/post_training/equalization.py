@@ -51,8 +51,9 @@ class CrossLayerEqualization:
     section 4.1.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
-    >>> qat.calibrate(model, torch.randn(64, 8), steps=[CrossLayerEqualization()])
+    >>> x = torch.randn(64, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), example_inputs=x)
+    >>> qat.calibrate(model, x, steps=[CrossLayerEqualization()])
     """
 
     rounds: int = 10

@@ -56,8 +56,9 @@ class AdaRound:
     output is compared before its activation.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), qat.QuantRecipe({"bits": 3}))
-    >>> qat.calibrate(model, torch.randn(64, 8), steps=[AdaRound(iterations=50)])
+    >>> x = torch.randn(64, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), qat.QuantRecipe({"bits": 3}), x)
+    >>> qat.calibrate(model, x, steps=[AdaRound(iterations=50)])
     """
 
     iterations: int = 500

@@ -110,7 +110,7 @@ def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
     """The traced parts of a prepared model, name to graph module; a model traced as a whole is one part, named "".
 
     >>> import qat
-    >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)))))
+    >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)), example_inputs=torch.randn(8, 4))))
     ['']
     """
     return {
