@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from qat.analysis.state import not_finite
-from qat.inputs import expect_model
+from qat.inputs import Inputs, bind_inputs, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin, QuantTwin, layers_of
 from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, is_relu, operation_of
@@ -21,7 +21,6 @@ from qat.targets import TargetProfile
 from qat.text import plural, some, table
 from qat.torch_internals import AnyBatchNorm
 from qat.tracing.nodes import constant_nodes, submodule_of
-from qat.tracing.side_effects import UntraceableError
 from qat.tracing.train_eval import trace
 
 ALL = {**JOINING, **AVERAGING, **NONLINEAR}
@@ -197,7 +196,7 @@ def _counts(model: nn.Module, in_float: int) -> str:
     )
 
 
-def float_results(model: nn.Module) -> list[str]:
+def float_results(model: nn.Module, example_inputs: Inputs | None = None) -> list[str]:
     """The convolutions of an unprepared model that compute in float in an exported file.
 
     Integer kernels need the grid of their result, right behind the activation. A BatchNorm in between does not fold
@@ -210,8 +209,9 @@ def float_results(model: nn.Module) -> list[str]:
     if not named:
         return []
     try:
-        graph_module, _ = trace(copy.deepcopy(model), None, fx.GraphModule)
-    except UntraceableError:
+        examples = None if example_inputs is None else bind_inputs("float_results", model, example_inputs)
+        graph_module, _ = trace(copy.deepcopy(model), examples, fx.GraphModule)
+    except ValueError:  # it cannot be traced, or forward takes any number of inputs
         return named
     call_own_quantizers(graph_module)
     nodes = (node for node in graph_module.graph.nodes if is_convolution(submodule_of(graph_module, node)))

@@ -140,9 +140,9 @@ def why_not_exported(
     return ValueError(f"{caller}: {by} cannot export {type(model).__name__}: {first_line(first)}")
 
 
-def warn_of_float_results(model: nn.Module) -> None:
+def warn_of_float_results(model: nn.Module, example_inputs: Inputs) -> None:
     """Warn of convolutions of one's own that the file computes in float."""
-    found = float_results(model)
+    found = float_results(model, example_inputs)
     if found:
         warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=3)
 

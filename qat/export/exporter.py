@@ -98,9 +98,9 @@ def export_onnx(
     model = model if inside is None else inside[1]
     check_exportable(model)
     warn_of_hooks(model)
-    warn_of_float_results(model)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
     proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
+    warn_of_float_results(model, example_inputs)  # the inputs fit, or there would be no graph
     if format == "qonnx":
         to_qonnx(proto)
     else:

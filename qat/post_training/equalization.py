@@ -51,9 +51,8 @@ class CrossLayerEqualization:
     section 4.1.
 
     >>> import qat
-    >>> x = torch.randn(64, 8)
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), example_inputs=x)
-    >>> qat.calibrate(model, x, steps=[CrossLayerEqualization()])
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), None, torch.randn(2, 8))
+    >>> qat.calibrate(model, torch.randn(64, 8), steps=[CrossLayerEqualization()])
     """
 
     rounds: int = 10

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,27 @@ def test_what_computes_in_float_without_prepare_is_said_and_counted(tmp_path: Pa
     assert [str(each.message) for each in warned] == [f"export_onnx: {said}"]
     assert sum(node.op_type == "Conv" for node in onnx.load(path).graph.node) == 2
     assert qat.verify_onnx(path, net, [images()]).float_convolutions == 2
+
+
+class Pads(nn.Module):
+    """Only example inputs tell which way it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = QuantConv2d(3, 4, 3), QuantConv2d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(F.pad(x, (0, 1)) if x.shape[-1] % 2 else x)
+        return self.last(F.relu(x))  # type: ignore[no-any-return]
+
+
+def test_a_file_is_asked_with_its_inputs_which_way_the_model_goes(tmp_path: Path) -> None:
+    net, x = Pads(), images()
+    qat.calibrate(net, [x])
+    assert qat.summary(net).splitlines()[-1] == SAID.format("first, last compute")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        qat.export_onnx(net, tmp_path / "net.onnx", x)
 
 
 def test_only_results_that_no_quantizer_reads_are_said() -> None:
