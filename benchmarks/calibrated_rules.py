@@ -85,7 +85,7 @@ def calibrated(model: nn.Module, change: dict[str, Any], role: Role, images: Ten
     sides = {"weight": PLAIN, "activation": PLAIN, role: change}
     ends = {"weight": PLAIN, "activation": PLAIN}
     recipe = qat.QuantRecipe(**sides, overrides=dict.fromkeys(("conv1", "linear"), ends))
-    prepared = qat.prepare(model, recipe)
+    prepared = qat.prepare(model, recipe, images[:2])
     qat.calibrate(prepared, images.split(128))
     return prepared
 

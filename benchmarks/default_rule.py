@@ -112,7 +112,7 @@ def run(rule: str, bits: int, seed: int, data: dict[str, Tensor], weights: dict[
     model.load_state_dict(weights)
     prepared: nn.Module = model
     if rule != FLOAT:
-        prepared = qat.prepare(model.eval(), recipe(rule, bits))
+        prepared = qat.prepare(model.eval(), recipe(rule, bits), data["x_train"][:2])
         qat.calibrate(prepared, data["x_train"][:CALIBRATION].split(128))
     before = accuracy(prepared, data["x_val"], data["y_val"])
     losses = train(prepared, data["x_train"], data["y_train"], bits, RULES[rule].get("quantizer_lr", 1.0), seed)

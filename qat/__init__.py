@@ -1,7 +1,7 @@
 """Quantization-aware training for PyTorch on straight-through estimators: what is trained is what is deployed.
 
     float_model = torchvision.models.resnet18(weights="DEFAULT")
-    model = qat.prepare(float_model)
+    model = qat.prepare(float_model, example_inputs=images)
     qat.calibrate(model, batches)
     ...train as always...
     qat.export_onnx(model, "model.onnx", images)

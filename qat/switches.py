@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 from torch import fx, nn
 
+from qat.graph.nodes import submodule_of
 from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin
@@ -12,7 +13,6 @@ from qat.preparation.replacements import QUANTIZER_ARGUMENTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, pattern_of
 from qat.text import check_types, did_you_mean
-from qat.graph.nodes import submodule_of
 
 Layers = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 """Which layers of a model: a name, a pattern, a float class, or several of these."""
@@ -46,8 +46,8 @@ def disable_fake_quant(
         ValueError: if a pattern names nothing, or there is no quantizer of the wanted kind in what it names.
 
     >>> import torch, qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
     >>> x = torch.randn(64, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), example_inputs=x)
     >>> qat.calibrate(model, [x])
     >>> with qat.disable_fake_quant(model, "1"):
     ...     without = model(x)
@@ -63,8 +63,8 @@ def enable_fake_quant(
 ) -> ExitStack:
     """Switch quantization on again; see `disable_fake_quant`, which has the arguments, the result and the errors.
 
-    >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)))
+    >>> import torch, qat
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=torch.randn(4, 8))
     >>> switch = qat.disable_fake_quant(model)
     >>> switch = qat.enable_fake_quant(model, activations=False)
     >>> [name for name, each in model.named_modules() if isinstance(each, qat.Quantizer) and each.is_disabled]

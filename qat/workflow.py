@@ -13,6 +13,8 @@ from torch import nn
 from qat.analysis.table import summary
 from qat.contexts import evaluating, in_full_precision
 from qat.export.litert.exporter import warn_of_unwritable
+from qat.graph.randomness import seeded
+from qat.graph.side_effects import UntraceableError, restoring_state
 from qat.inputs import Examples, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, is_composite
@@ -26,8 +28,6 @@ from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
 from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.torch_internals import hooks_of
-from qat.graph.randomness import seeded
-from qat.graph.side_effects import UntraceableError, restoring_state
 
 
 @overload

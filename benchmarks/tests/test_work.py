@@ -203,7 +203,8 @@ def test_layers_of_several_products(case: str) -> None:
 
 
 def test_inference_mode_changes_nothing() -> None:
-    model, x = qat.prepare(Small()), torch.randn(2, 3, 6, 6)
+    x = torch.randn(2, 3, 6, 6)
+    model = qat.prepare(Small(), example_inputs=x)
     with torch.inference_mode():
         inside = integer_work(model, x)
     assert inside == integer_work(model, x) and inside.share == 1.0
@@ -243,7 +244,7 @@ class Small(nn.Module):
 def test_a_prepared_model_place_by_place() -> None:
     x = torch.randn(2, 3, 6, 6)
     recipe = qat.QuantRecipe(overrides={"head": {"skip": True}})
-    work = integer_work(qat.prepare(Small(), recipe), x)
+    work = integer_work(qat.prepare(Small(), recipe, x), x)
     head = Place("head", "Linear", 2 * 4 * 4 * 5, False)
     conv, product = Place("conv", "QuantConv2d", 2 * 4 * 16 * 27, True), Place("matmul", "matmul", 2 * 4 * 4 * 16, True)
     assert work.places == (conv, product, head) and work.in_float == (head,)
@@ -252,7 +253,8 @@ def test_a_prepared_model_place_by_place() -> None:
 
 
 def test_training_and_evaluation_count_the_same() -> None:
-    model, x = qat.prepare(Small()), torch.randn(2, 3, 6, 6)
+    x = torch.randn(2, 3, 6, 6)
+    model = qat.prepare(Small(), example_inputs=x)
     before = integer_work(model, x)
     qat.calibrate(model, [x])
     assert integer_work(model.train(), x) == integer_work(model.eval(), x) == before
@@ -263,8 +265,9 @@ class InParts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = qat.prepare(Small())
-        self.heads = nn.ModuleList([qat.prepare(nn.Sequential(Small().head)), nn.Linear(5, 2)])
+        self.backbone = qat.prepare(Small(), example_inputs=torch.randn(2, 3, 6, 6))
+        head = qat.prepare(nn.Sequential(Small().head), example_inputs=torch.randn(2, 4, 4))
+        self.heads = nn.ModuleList([head, nn.Linear(5, 2)])
 
     def forward(self, images: list[Tensor]) -> list[Tensor]:
         maps = self.heads[0](F.pad(self.backbone(x=torch.stack(images)), (0, -1)))
@@ -332,6 +335,7 @@ def test_the_published_size_of_a_known_model() -> None:
     """torchvision's documentation says 1.81 GFLOPS (multiply-accumulates) for ResNet-18 at 224 x 224."""
     from torchvision.models import resnet18
 
-    work = integer_work(qat.prepare(resnet18()), torch.randn(1, 3, 224, 224))
+    x = torch.randn(1, 3, 224, 224)
+    work = integer_work(qat.prepare(resnet18(), example_inputs=x), x)
     assert math.isclose(work.total, 1.814e9, rel_tol=1e-3)
     assert work.share == 1.0 and len(work.places) == 21

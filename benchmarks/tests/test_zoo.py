@@ -87,12 +87,17 @@ def test_a_failing_step_is_a_row_with_its_reason(tmp_path: Path, monkeypatch: py
     assert list(row["steps"]) == ["build", "prepare"]
 
 
+def calibrated_with(float_model: nn.Module, x: Tensor) -> nn.Module:
+    """The prepared model, calibrated with one batch."""
+    model = qat.prepare(float_model.eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    return model
+
+
 def calibrated() -> tuple[nn.Module, Tensor]:
     """A small prepared model and its input."""
     case = case_of(Small())
-    model = qat.prepare(case.model)
-    qat.calibrate(model, list(case.inputs))
-    return model, case.inputs[0]
+    return calibrated_with(case.model, case.inputs[0]), case.inputs[0]
 
 
 def test_a_quantizer_without_a_gradient_is_named() -> None:
@@ -232,9 +237,9 @@ class InParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         x = torch.randn(2, 3, 8, 8)
-        self.backbone, self.head, self.spare = (qat.prepare(module.eval()) for module in (Small(), linear(), linear()))
-        for module, batch in ((self.backbone, x), (self.head, x[:, 0, 0, :5]), (self.spare, x[:, 0, 0, :5])):
-            qat.calibrate(module, [batch])
+        row = x[:, 0, 0, :5]
+        self.backbone = calibrated_with(Small(), x)
+        self.head, self.spare = calibrated_with(linear(), row), calibrated_with(linear(), row)
 
     def forward(self, images: list[Tensor]) -> list[Tensor]:
         features = self.backbone(x=torch.stack(images))

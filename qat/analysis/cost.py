@@ -53,7 +53,7 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
         ValueError: if the inputs do not fit the model's call.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 4)), qat.QuantRecipe(weight={"bits": 4}))
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 4)), qat.QuantRecipe(weight={"bits": 4}), torch.zeros(1, 8))
     >>> [row] = cost(model, torch.zeros(1, 8))
     >>> row.name, row.macs, row.bops, row.weight_bytes
     ('0', 32, 1024, 16)

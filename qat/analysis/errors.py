@@ -45,8 +45,8 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
         TypeError, ValueError: as `calibrate` does for what it cannot read; ValueError if the model has no quantizer.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
     >>> x = torch.randn(64, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), example_inputs=x)
     >>> qat.calibrate(model, [x])
     >>> [each.name for each in layer_errors(model, x)]
     ['0', '2', 'output']

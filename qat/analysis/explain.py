@@ -38,7 +38,7 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
         A sentence for the model, or one for each of its traced parts, and a table of their layers.
 
     >>> from qat import prepare
-    >>> print(explain(prepare(nn.Sequential(nn.Linear(8, 2)))))
+    >>> print(explain(prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=torch.randn(4, 8))))
     the model trains operation by operation: it is not calibrated
     <BLANKLINE>
     name             kind          trains                  why

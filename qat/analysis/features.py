@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
+from qat.graph.in_place import drop_unread
+from qat.graph.nodes import scope_of, submodule_of
 from qat.inputs import expect_model
 from qat.preparation.prepared_graph import PreparedGraph, class_of
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE
 from qat.quantizer import Quantizer
 from qat.text import did_you_mean
 from qat.torch_internals import keep_signature
-from qat.graph.in_place import drop_unread
-from qat.graph.nodes import scope_of, submodule_of
 
 
 def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:

@@ -42,8 +42,8 @@ def sensitivity(
 
     >>> import qat
     >>> recipe = qat.QuantRecipe(overrides={"1": {"weight": {"bits": 2}}})
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), recipe)
     >>> x = torch.randn(64, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), recipe, x)
     >>> qat.calibrate(model, [x])
     >>> with qat.disable_fake_quant(model):
     ...     expected = model.eval()(x)
@@ -90,8 +90,8 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
 
     >>> import qat
     >>> recipe = qat.QuantRecipe(overrides={"1": {"weight": {"bits": 2}}})
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), recipe)
     >>> x = torch.randn(64, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), recipe, x)
     >>> qat.calibrate(model, [x])
     >>> losses = layer_losses(model, [x])
     >>> losses["1"] > losses["0"]

@@ -48,8 +48,8 @@ def quantizer_statistics(model: nn.Module, batch: Batch) -> dict[str, dict[str, 
         or that the batch did not reach.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)))
     >>> x = torch.randn(64, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=x)
     >>> qat.calibrate(model, [x])
     >>> found = quantizer_statistics(model, 2 * x)
     >>> sorted(found["input_quantizer"]), found["input_quantizer"]["clipped_high"] > 0.01

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from qat.analysis.state import not_finite
+from qat.graph.leaves import is_leaf
+from qat.graph.nodes import constant_nodes, submodule_of
 from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin, QuantTwin, layers_of
@@ -20,8 +22,6 @@ from qat.quantizer import Quantizer
 from qat.targets import TargetProfile
 from qat.text import plural, some, table
 from qat.torch_internals import AnyBatchNorm
-from qat.graph.leaves import is_leaf
-from qat.graph.nodes import constant_nodes, submodule_of
 
 ALL = {**JOINING, **AVERAGING, **NONLINEAR}
 
@@ -44,8 +44,8 @@ def summary(model: nn.Module) -> str:
         counts, why the model is prepared in parts, and which, if it is, and the result of the self-check of training;
         or which layers of your own an exported file computes in float.
 
-    >>> from qat import prepare
-    >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
+    >>> import torch, qat
+    >>> print(summary(qat.prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=torch.randn(4, 8))))
     name             type          grid                               rule  parameters  remark
     input_quantizer  LSQQuantizer  uint8 affine per tensor            lsq   1           not calibrated
     0                QuantLinear   int8 narrow symmetric per channel  lsq   20          input: input_quantizer

@@ -77,7 +77,7 @@ def convert(model: nn.Module, execution: Execution = "onednn") -> IntegerModel:
 
     >>> import qat
     >>> x = torch.rand(8, 3, 8, 8)
-    >>> model = qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval())
+    >>> model = qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval(), example_inputs=x)
     >>> qat.calibrate(model, [x])
     >>> integers = qat.convert(model)
     >>> torch.equal(integers(x), model(x))

@@ -38,8 +38,8 @@ class GradualQuantization:
         share: of the elements of weights that is quantized now.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
     >>> images = torch.randn(32, 8)
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), example_inputs=images)
     >>> qat.calibrate(model, [images])
     >>> gradual = GradualQuantization(model, activations_from=0.25, weight_share=0.5)
     >>> for step in range(5):

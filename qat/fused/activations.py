@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.graph.nodes import submodule_of
+from qat.kernels.cpu.quantizers import NO_CLIP
 
 
 @dataclass(frozen=True)

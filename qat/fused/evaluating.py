@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from qat.analysis.state import not_finite
 from qat.fused.modules import LAYERS, is_changed, kind_of
 from qat.fused.verdict import is_wanted
+from qat.graph.randomness import rewinding
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import Follower
 from qat.integers.frozen import stored_offset
@@ -32,7 +33,6 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.replacements import is_watched, module_names, scalar_attributes
 from qat.text import first_line
 from qat.torch_internals import buffers_of, children_of, hooks_of, parameters_of, pytree, versions_of
-from qat.graph.randomness import rewinding
 
 log = logging.getLogger("qat")
 

@@ -13,11 +13,11 @@ from qat.fused.functions.codes import NOT_TAKEN, SHIFT, learned_by
 from qat.fused.functions.products import integers_refusal, weight_refusal
 from qat.fused.plan import CodesPlan
 from qat.fused.verdict import is_wanted
+from qat.graph.nodes import submodule_of
 from qat.kernels.dispatch import uses_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.torch_internals import pytree
-from qat.graph.nodes import submodule_of
 
 ON_CODES = "on codes"
 

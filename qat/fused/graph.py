@@ -16,6 +16,7 @@ from qat.fused.explain import explain_part
 from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import judge
 from qat.fused.verdict import Verdict, is_wanted
+from qat.graph.patches import tracing_alone
 from qat.kernels import formulas_wanted, plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions
@@ -26,7 +27,6 @@ from qat.preparation.report import VERDICTS
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import all_modules_are_hooked, pytree
-from qat.graph.patches import tracing_alone
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,13 +13,13 @@ from qat.fused.activations import Activation, activation_of
 from qat.fused.functions.codes import codes_refusal, mode_refusal
 from qat.fused.functions.products import layer_refusal
 from qat.fused.modules import module_refusal
+from qat.graph.in_place import Memory
+from qat.graph.nodes import fixed_nodes, submodule_of
 from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
 from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
 from qat.preparation.replacements import may_write
 from qat.quantizer import Quantizer
-from qat.graph.in_place import Memory
-from qat.graph.nodes import fixed_nodes, submodule_of
 
 FUNCTIONAL_DROPOUTS = (F.dropout,)
 

@@ -20,11 +20,11 @@ from qat.fused.functions.scale_repair import repair
 from qat.fused.modules import Watched, module_tree
 from qat.fused.plan import CodesPlan
 from qat.fused.verdict import Verdict
+from qat.graph.nodes import submodule_of
 from qat.integers.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.preparation.replacements import module_names
 from qat.torch_internals import keep_signature
-from qat.graph.nodes import submodule_of
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import keyword
 import logging
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

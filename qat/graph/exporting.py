@@ -3,7 +3,6 @@
 import copy
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
+from qat.contexts import warnings_ignored
 from qat.graph.attention import scaled_dot_product_attention
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
 from qat.graph.lifting import Lifter, packed, unpacked
+from qat.graph.patches import torch_as_captured
+from qat.graph.side_effects import UntraceableError
 from qat.inputs import Examples, call_given, copied
 from qat.text import first_line
 from qat.torch_internals import depends_on_values, size_conditions, sizes_from_zero
-from qat.graph.patches import torch_as_captured
-from qat.graph.side_effects import UntraceableError
 
 BATCH = 7
 """The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
@@ -36,7 +36,7 @@ GRADIENTS = frozenset((
 """Attributes and methods of a tensor that concern its gradients. A graph keeps none of them."""
 
 
-class OutOfPatience(Exception):
+class OutOfPatienceError(Exception):
     """An attempt takes longer than it may."""
 
 
@@ -65,7 +65,7 @@ class Watching(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
         if time.monotonic() > self.until:
-            raise OutOfPatience
+            raise OutOfPatienceError
         if function is F.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **(kwargs or {}))
         try:
@@ -90,11 +90,12 @@ def _place() -> str:
 def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:
     """Which sizes are free, and the inputs to export with; the first that works is the best."""
     sizes = {x.shape[0] if x.dim() else 0 for x in examples if isinstance(x, Tensor)}
-    grown = [x[torch.arange(BATCH, device=x.device) % len(x)] for x in examples] if len(sizes) == 1 and 0 not in sizes else None
-    for given in (grown, examples):
-        if given is not None:
-            yield "all", given
-            yield "batch", given
+    if len(sizes) == 1 and 0 not in sizes and all(isinstance(x, Tensor) for x in examples):
+        grown = [x[torch.arange(BATCH, device=x.device) % len(x)] for x in examples]
+        yield "all", grown
+        yield "batch", grown
+    yield "all", examples
+    yield "batch", examples
     yield "none", examples
 
 
@@ -112,7 +113,7 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tu
             continue
         try:
             return _attempt(model, examples, packing, given, free), free
-        except OutOfPatience:
+        except OutOfPatienceError:
             continue
         except Exception as error:
             first = first or error
@@ -128,8 +129,8 @@ def _attempt(model: nn.Module, examples: Examples, packing: Any, given: list[Any
     outer = Outer(copy.deepcopy(model, shared), packing, results)
     outer.training = model.training
     until = time.monotonic() + PATIENCE if free == "all" else float("inf")
-    with torch_as_captured(lambda: bool(running)), opaque_leaves(outer.model), Watching(until), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    captured = torch_as_captured(lambda: bool(running))
+    with captured, opaque_leaves(outer.model), Watching(until), warnings_ignored():
         exported = exported_program(outer, copied(given), free)
         recorded: list[LeafCall] = [*calls]
     conditions = size_conditions(exported, len(given))

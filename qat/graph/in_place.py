@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qat.graph.nodes import PLAIN_RESULTS, WRITTEN_LATER, join_groups, submodule_of
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.registry import estimator_of
-from qat.graph.nodes import PLAIN_RESULTS, WRITTEN_LATER, join_groups, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",

@@ -7,17 +7,16 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from qat.graph.leaves import LEAF, TENSOR, LeafCall
 from qat.graph.operators import CHECKS, SAME, called
+from qat.graph.side_effects import UntraceableError
 from qat.graph.sizes import expect_default, expect_sizes
 from qat.inputs import Examples
 from qat.torch_internals import GRAPH_CONSTANT, buffers_of, pytree
-from qat.graph.side_effects import UntraceableError
 
 FIXED = (int, float, complex, str, bool, type(None), torch.dtype, torch.device)
 
@@ -105,7 +104,7 @@ class Lifter:
         self.detached = False
 
     def lift(self, examples: Examples, packing: dict[str, Any], conditions: Any, result: Any) -> fx.Graph:
-        """The graph: inputs as forward names them, a check of what the export took for granted, the nodes, the result."""
+        """The graph: inputs as forward names them, a check of what the export took for granted, nodes, the result."""
         signature = self.exported.graph_signature
         nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
         inputs = []
@@ -129,7 +128,7 @@ class Lifter:
     def _container(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         return self.graph.call_function(kind, args, kwargs)
 
-    def _inputs(self, inputs: list[fx.Node | None], examples: Examples, packing: dict[str, Any], conditions: Any) -> None:
+    def _inputs(self, inputs: list[Any], examples: Examples, packing: dict[str, Any], conditions: Any) -> None:
         places: dict[str, fx.Node] = {}
         optional = False
         parameters = list(inspect.signature(self.model.forward).parameters.values())
@@ -153,7 +152,8 @@ class Lifter:
                     by_name = isinstance(step, tuple)
                     function = getattr if by_name else operator.getitem
                     source = self.graph.call_function(function, (source, step[0] if by_name else step))
-                read.append((number, source, name + "".join(f".{s[0]}" if isinstance(s, tuple) else f"[{s!r}]" for s in way)))
+                steps = (f".{step[0]}" if isinstance(step, tuple) else f"[{step!r}]" for step in way)
+                read.append((number, source, name + "".join(steps)))
         for number, source, _ in read:
             node = inputs[number] if number < len(inputs) else None
             if node is not None:
@@ -186,7 +186,8 @@ class Lifter:
         """The name of a constant of the model with this value."""
         held = {name: x for name, x in buffers_of(self.model).items() if name.startswith(GRAPH_CONSTANT)}
         for name, other in held.items():
-            if other is not None and other.dtype == value.dtype and other.shape == value.shape and torch.equal(other, value):
+            same = other is not None and other.dtype == value.dtype and other.shape == value.shape
+            if same and torch.equal(other, value):  # type: ignore[arg-type]
                 return name
         name = f"{GRAPH_CONSTANT}{len(held)}"
         self.model.register_buffer(name, value.detach().clone(), persistent=False)
@@ -240,7 +241,7 @@ class Lifter:
             kwargs["device"] = self.graph.call_function(getattr, (self.first, "device"))
         operation, target, args, kwargs = called(node, args, kwargs)
         mine = self._describe(self.graph.create_node(operation, target, args, kwargs), node)
-        first_of_two = target is F.adaptive_max_pool1d or target is F.adaptive_max_pool2d or target is F.adaptive_max_pool3d
+        first_of_two = "adaptive_max_pool" in str(node.target)  # F returns the first alone
         self.env[node] = [mine, None] if first_of_two else self._cut(mine, node.meta.get("val"))
         schema = getattr(node.target, "_schema", None)
         if schema and schema.arguments and schema.arguments[0].alias_info and schema.arguments[0].alias_info.is_write:
@@ -251,7 +252,7 @@ class Lifter:
         return self.graph.call_method("detach", (mine,)) if self.detached and isinstance(value, Tensor) else mine
 
     def _rename(self, source: Any, mine: fx.Node) -> None:
-        """After a write, let a tensor's name stand for the result, so that the graph reads as if nothing were written."""
+        """After a write, let a tensor's name stand for the result: the graph reads as if nothing were written."""
         old = self._node(source)
         for key, value in self.env.items():
             if value is old:

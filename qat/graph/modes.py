@@ -12,18 +12,19 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.contexts import evaluating
+from qat.graph.capture import check_answer, check_modules, graph_of, log
+from qat.graph.in_place import written_by
+from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
+from qat.graph.side_effects import UntraceableError
 from qat.inputs import Examples
 from qat.text import first_line
 from qat.torch_internals import ASSERTION, GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
-from qat.graph.in_place import written_by
-from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
-from qat.graph.capture import check_answer, check_modules, graph_of, log
-from qat.graph.side_effects import UntraceableError
 
 Graph = TypeVar("Graph", bound=fx.GraphModule)
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 TENSORS = ("running_mean", "running_var", "weight", "bias")
+DROPOUT = ("input", "p", "training", "inplace")
 ARGUMENTS = ("input", *TENSORS, "training", "momentum", "eps")
 
 
@@ -79,7 +80,7 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: fx.Graph, fre
     except UntraceableError as error:
         graph = copy.deepcopy(evaluation)
         for node in graph.find_nodes(op="call_function", target=F.dropout):
-            node.args, node.kwargs = (), {**given_by_name(node, ("input", "p", "training", "inplace")), "training": True}
+            node.args, node.kwargs = (), {**given_by_name(node, DROPOUT), "training": True}
         reason = first_line(error)
     try:
         check_answer(model, examples, graph)
@@ -173,12 +174,11 @@ def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _dropouts_become_modules(graph_module: fx.GraphModule, counterparts: dict[fx.Node, fx.Node]) -> None:
     """Replace F.dropout(x, p, training=self.training), traced in one mode, by nn.Dropout(p), which follows the mode."""
-    names = ("input", "p", "training", "inplace")
     here = set(graph_module.graph.nodes)
     for other, node in list(counterparts.items()):
         if node.target is not F.dropout or node not in here:
             continue
-        given, in_evaluation = given_by_name(node, names), given_by_name(other, names)
+        given, in_evaluation = given_by_name(node, DROPOUT), given_by_name(other, DROPOUT)
         if given.get("training", True) != in_evaluation.get("training", True):
             name = free_name(graph_module, f"{scope_of(node)}.dropout".lstrip("."))
             graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5), given.get("inplace", False)))

@@ -49,7 +49,8 @@ ORDER = {
 
 RENAMED: dict[str, Any] = {
     "feature_dropout": F.dropout2d, "split_with_sizes": torch.split, "unsafe_split": torch.split,
-    "unsafe_chunk": torch.chunk, "_unsafe_view": torch.reshape, "upsample_nearest": "nearest", "upsample_linear": "linear",
+    "unsafe_chunk": torch.chunk, "_unsafe_view": torch.reshape,
+    "upsample_nearest": "nearest", "upsample_linear": "linear",
     "_upsample_nearest_exact": "nearest-exact", "upsample_bilinear": "bilinear", "upsample_bicubic": "bicubic",
     "upsample_trilinear": "trilinear", "_upsample_bilinear_aa": "bilinear", "_upsample_bicubic_aa": "bicubic",
 }  # fmt: skip

@@ -20,7 +20,7 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class Change(NamedTuple):
-    """An attribute that a forward changed: its name in the model, whether the forward created it, or put a tensor there."""
+    """An attribute that a forward changed: its name in the model, whether it is new, or holds a tensor now."""
 
     name: str
     is_new: bool

@@ -6,13 +6,13 @@ from collections import Counter
 import torch
 from torch import Tensor, fx, nn
 
+from qat.graph.in_place import drop_unread, written_by
+from qat.graph.modes import evaluation_only
+from qat.graph.nodes import fixed_nodes, submodule_of
 from qat.integers.movement import asks_for_shape, rests
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
-from qat.graph.in_place import drop_unread, written_by
-from qat.graph.nodes import fixed_nodes, submodule_of
-from qat.graph.modes import evaluation_only
 
 
 def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Module:

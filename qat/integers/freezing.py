@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qat.graph.in_place import drop_unread
+from qat.graph.nodes import constant_values, submodule_of
 from qat.integers.evaluation import call_names, joined
 from qat.integers.frozen import (
     FreezingError,
@@ -19,8 +21,6 @@ from qat.layers.embedding import QuantTable
 from qat.layers.twins import CompositeTwin
 from qat.quantizer import Quantizer
 from qat.torch_internals import children_of
-from qat.graph.in_place import drop_unread
-from qat.graph.nodes import constant_values, submodule_of
 
 
 def freeze(model: nn.Module, operations: Operations, *, weights_alone: bool = False) -> nn.Module:

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from qat.graph.in_place import drop_unread
+from qat.graph.nodes import submodule_of
 from qat.integers.grids import all_values
 from qat.integers.modules import Join, Quantize, Table
 from qat.integers.products import Product
-from qat.graph.in_place import drop_unread
-from qat.graph.nodes import submodule_of
 
 
 def merged(program: fx.GraphModule) -> fx.GraphModule:

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from qat.graph.in_place import Memory, drop_unread
+from qat.graph.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
 from qat.integers.evaluation import call_names
 from qat.integers.freezing import handed, integers_of
 from qat.integers.grids import all_values, has_codes, numbers_of
@@ -34,8 +36,6 @@ from qat.preparation.operations import (
     operation_of,
     passes_grid,
 )
-from qat.graph.in_place import Memory, drop_unread
-from qat.graph.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
 
 CURVES = ("sigmoid", "tanh", "hardsigmoid", "hardswish", "silu", "gelu", "elu", "mish", "leaky_relu")
 """Functions of one value."""

@@ -51,7 +51,7 @@ class CrossLayerEqualization:
     section 4.1.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), None, torch.randn(2, 8))
     >>> qat.calibrate(model, torch.randn(64, 8), steps=[CrossLayerEqualization()])
     """
 

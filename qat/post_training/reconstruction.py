@@ -56,7 +56,7 @@ class AdaRound:
     output is compared before its activation.
 
     >>> import qat
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), qat.QuantRecipe({"bits": 3}))
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)), qat.QuantRecipe({"bits": 3}), torch.randn(2, 8))
     >>> qat.calibrate(model, torch.randn(64, 8), steps=[AdaRound(iterations=50)])
     """
 

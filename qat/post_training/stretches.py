@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.contexts import evaluating
+from qat.graph.nodes import submodule_of
 from qat.inputs import Batch, call_model, inputs_and_labels
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
@@ -20,7 +21,6 @@ from qat.preparation.proof import traced_parts
 from qat.quantizer import Quantizer
 from qat.switches import switched
 from qat.torch_internals import parameters_of, pytree
-from qat.graph.nodes import submodule_of
 
 Values = tuple[Any, ...]
 """The values of a stretch's inputs for a few images."""

@@ -7,13 +7,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from qat.graph.leaves import LAYER_NAME
+from qat.graph.nodes import constant_nodes, constant_values, free_name, given_by_name, scope_of
 from qat.layers import QuantFunction, QuantLayer, QuantLinear
 from qat.layers.function import FLOAT_TYPES
 from qat.layers.twins import float_type_of, is_composite
 from qat.recipe import ScopedRecipe
 from qat.torch_internals import has_forward_hooks
-from qat.graph.leaves import LAYER_NAME
-from qat.graph.nodes import constant_nodes, constant_values, free_name, given_by_name, scope_of
 
 CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 ARGUMENTS: dict[Any, tuple[str, ...]] = {

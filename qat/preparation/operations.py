@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.quantizer import Quantizer
-from qat.targets.profile import Operation
 from qat.graph.in_place import written_by
 from qat.graph.nodes import FACTS, WRITTEN_LATER, dimensions, given_by_name, is_call, submodule_of
+from qat.quantizer import Quantizer
+from qat.targets.profile import Operation
 
 PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,

@@ -10,6 +10,9 @@ import torch
 from torch import fx, nn
 
 from qat.contexts import evaluating, first_calls
+from qat.graph.in_place import copy_before_writes, mark_later_writes
+from qat.graph.modes import trace
+from qat.graph.side_effects import UntraceableError, restoring_state
 from qat.inputs import Arguments, Examples, bind_arguments, call_with, described, does_not_run, model_device
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
@@ -22,9 +25,6 @@ from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal,
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.torch_internals import children_of
-from qat.graph.in_place import copy_before_writes, mark_later_writes
-from qat.graph.side_effects import UntraceableError, restoring_state
-from qat.graph.modes import trace
 
 
 def prepare_graph(
@@ -111,7 +111,7 @@ def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
     """The traced parts of a prepared model, name to graph module; a model traced as a whole is one part, named "".
 
     >>> import qat
-    >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)))))
+    >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)), example_inputs=torch.randn(8, 4))))
     ['']
     """
     return {

@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
+from qat.graph.in_place import Memory, written_by
+from qat.graph.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
+from qat.graph.sizes import expect_default
 from qat.inputs import model_device
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
@@ -34,9 +37,6 @@ from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import ScopedRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
-from qat.graph.in_place import Memory, written_by
-from qat.graph.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
-from qat.graph.sizes import expect_default
 
 
 class Placement:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx, nn
 
+from qat.graph.nodes import Written, read, written
+from qat.graph.sizes import expect_default
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.torch_internals import GRAPH_CONSTANT, children_of, pytree, unsaved_buffers_of
-from qat.graph.nodes import Written, read, written
-from qat.graph.sizes import expect_default
 
 if TYPE_CHECKING:
     from typing_extensions import Self

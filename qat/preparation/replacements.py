@@ -10,12 +10,12 @@ from functools import partial
 
 from torch import fx, nn
 
+from qat.graph.nodes import submodule_of
 from qat.layers import QuantLayer
 from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
 from qat.quantizer.base import CALL_METHODS
 from qat.torch_internals import children_of, hooks_of
-from qat.graph.nodes import submodule_of
 
 QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qat.graph.in_place import Memory, written_by
+from qat.graph.nodes import FACTS, scope_of, submodule_of
 from qat.preparation.operations import NONLINEAR, operation_of
 from qat.recipe import ScopedRecipe
 from qat.targets import TargetProfile
-from qat.graph.in_place import Memory, written_by
-from qat.graph.nodes import FACTS, scope_of, submodule_of
 
 
 def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:

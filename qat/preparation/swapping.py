@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx, nn
 
+from qat.graph.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
 from qat.layers import QuantLayer, QuantLinear
 from qat.layers.twins import QuantTwin, float_type_of, layers_of, make_twin, type_name
 from qat.preparation.functional_weights import REASON_NOTED
@@ -18,7 +19,6 @@ from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, ScopedRecipe, grid_refusal
 from qat.text import did_you_mean
 from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
-from qat.graph.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRecipe) -> dict[str, str]:

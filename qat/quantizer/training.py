@@ -70,7 +70,7 @@ def parameter_groups(
         ValueError: if the model has no trainable parameter, a number is negative, or quantizers get two rates.
 
     >>> from qat import prepare
-    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), example_inputs=torch.randn(2, 3, 8, 8))
     >>> for group in parameter_groups(model, lr=0.01, weight_decay=1e-4):
     ...     print(group["name"], len(group["params"]), group["lr"], group["weight_decay"])
     weights 1 0.01 0.0001
@@ -244,7 +244,7 @@ def replicate_quantizers(model: nn.Module) -> set[nn.Parameter]:
         The parameters of all quantizers, for `fully_shard(..., ignored_params=...)`.
 
     >>> import qat
-    >>> len(replicate_quantizers(qat.prepare(nn.Sequential(nn.Linear(8, 2)))))
+    >>> len(replicate_quantizers(qat.prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=torch.randn(4, 8))))
     2
     """
     expect_model(replicate_quantizers, model)

@@ -77,8 +77,9 @@ def test_a_layer_with_two_names_and_a_model_of_one_layer() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model = qat.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train())
+    x = torch.randn(3, 4)
+    model = qat.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train(), example_inputs=x)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    qat.cost(model, torch.randn(3, 4))
+    qat.cost(model, x)
     assert model.training and all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

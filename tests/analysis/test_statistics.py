@@ -36,8 +36,8 @@ def by_hand(x: torch.Tensor, quantizer: Quantizer) -> dict[str, float]:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_statistics_are_those_of_the_formula(bits: int) -> None:
     torch.manual_seed(bits)
-    model = qat.prepare(nn.Sequential(nn.Linear(8, 5)), qat.QuantRecipe({"bits": bits}, {"bits": bits}))
     x = torch.randn(64, 8)
+    model = qat.prepare(nn.Sequential(nn.Linear(8, 5)), qat.QuantRecipe({"bits": bits}, {"bits": bits}), x)
     qat.calibrate(model, [x / 2])
     with torch.no_grad():
         model[0].weight *= 1.5  # some are clipped now
@@ -52,8 +52,9 @@ def test_statistics_are_those_of_the_formula(bits: int) -> None:
 
 def test_values_just_beyond_the_last_level_are_not_clipped() -> None:
     """Point 25: white pixels a hundredth of a step beyond where the last level ends."""
-    model = qat.prepare(nn.Sequential(nn.Linear(4, 2)))
-    qat.calibrate(model, [torch.tensor([[0.0, 0.1, 0.5, 1.0]])])
+    x = torch.tensor([[0.0, 0.1, 0.5, 1.0]])
+    model = qat.prepare(nn.Sequential(nn.Linear(4, 2)), example_inputs=x)
+    qat.calibrate(model, [x])
     scale, zero_point = model.input_quantizer.grid()
     ends = [-0.51, -0.9, 255.51, 255.9]
     near = quantizer_statistics(model, (torch.tensor([ends]) - zero_point) * scale)["input_quantizer"]
@@ -64,8 +65,8 @@ def test_values_just_beyond_the_last_level_are_not_clipped() -> None:
 
 def test_a_large_tensor_is_sampled_and_the_sample_is_fair() -> None:
     torch.manual_seed(0)
-    model = qat.prepare(nn.Sequential(nn.Conv2d(64, 64, 3)))
     x = torch.randn(4, 64, 24, 24)
+    model = qat.prepare(nn.Sequential(nn.Conv2d(64, 64, 3)), example_inputs=x[:1])
     qat.calibrate(model, [x])
     found = quantizer_statistics(model, x)
     whole = by_hand(model[0].weight, model[0].weight_quantizer)
@@ -74,8 +75,9 @@ def test_a_large_tensor_is_sampled_and_the_sample_is_fair() -> None:
 
 
 def test_learned_values_are_drawn_relative_to_where_they_started() -> None:
-    model = qat.prepare(nn.Sequential(nn.Linear(8, 4)))
-    qat.calibrate(model, [torch.randn(64, 8)])
+    x = torch.randn(64, 8)
+    model = qat.prepare(nn.Sequential(nn.Linear(8, 4)), example_inputs=x)
+    qat.calibrate(model, [x])
     quantizers = {"w": model[0].weight_quantizer, "x": model.input_quantizer}
     start = learned_statistics(quantizers)
     assert float(start["scale/w"]) == pytest.approx(1) and float(start["at_floor/x"]) == 0
@@ -146,10 +148,8 @@ def test_every_quantizer_is_looked_at(net: tuple[Any, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("rule", ["dorefa", "apot", "binary", "minmax"])
 def test_rules_off_the_uniform_grid_have_an_error_too(rule: str) -> None:
-    model = qat.prepare(
-        nn.Sequential(nn.Linear(8, 4)), qat.QuantRecipe({"rule": rule, "bits": 1 if rule == "binary" else 4})
-    )
-    x = torch.randn(64, 8)
+    x, recipe = torch.randn(64, 8), qat.QuantRecipe({"rule": rule, "bits": 1 if rule == "binary" else 4})
+    model = qat.prepare(nn.Sequential(nn.Linear(8, 4)), recipe, x)
     qat.calibrate(model, [x])
     with torch.no_grad():
         row = quantizer_statistics(model, x)["0.weight_quantizer"]

@@ -59,8 +59,9 @@ def test_two_ranks_train_as_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_it_folds_into_the_file(tmp_path: Path) -> None:
-    model = qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval())
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
     x = torch.randn(8, 3, 8, 8)
+    model = qat.prepare(float_model, example_inputs=x)
     qat.calibrate(model, [x])
     plain = model(x)
     qat.sync_batch_norm(model)

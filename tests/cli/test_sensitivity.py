@@ -122,7 +122,7 @@ def test_a_product_in_a_layer_has_no_key_and_gets_no_suggestion() -> None:
 
 def test_the_figure_has_a_bar_for_each_part_of_each_layer() -> None:
     pytest.importorskip("matplotlib")
-    model = qat.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    model = qat.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), example_inputs=torch.randn(2, 4))
     figure = sensitivity_figure(result_of(model, {"1": 0.5}))
     [axes] = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"]

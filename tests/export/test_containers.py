@@ -66,7 +66,7 @@ def exported(
     path: Path, weight: dict[str, Any], activation: dict[str, Any], **options: Any
 ) -> tuple[Any, torch.Tensor]:
     images = torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-    model = qat.prepare(small_model(), qat.QuantRecipe(weight, activation))
+    model = qat.prepare(small_model(), qat.QuantRecipe(weight, activation), images)
     qat.calibrate(model, [images])
     qat.export_onnx(model.eval(), path, images, **options)
     return model, images

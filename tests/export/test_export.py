@@ -50,8 +50,9 @@ def small_model(recipe: qat.QuantRecipe | None = None) -> torch.fx.GraphModule:
         net.bn.weight.copy_(torch.linspace(-1, 1, 8))
         net.bn.weight[3] = 0
         net.bn.bias.normal_()
-    model = qat.prepare(net, recipe)
-    qat.calibrate(model, [torch.randn(8, 3, 8, 8)])
+    x = torch.randn(8, 3, 8, 8)
+    model = qat.prepare(net, recipe, x)
+    qat.calibrate(model, [x])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     model.train()
     for _ in range(3):
@@ -158,7 +159,7 @@ def test_verification_sees_a_file_of_another_model(small: tuple[torch.fx.GraphMo
 
 REFUSED: list[tuple[Callable[[], nn.Module], type[Exception], str]] = [
     (Small, TypeError, "expected a model from qat.prepare, got Small without quantizers"),
-    (lambda: qat.prepare(Small()), ValueError,
+    (lambda: qat.prepare(Small(), example_inputs=torch.randn(1, 3, 8, 8)), ValueError,
      "'input_quantizer' has no range yet; call qat.calibrate(model, batches) first"),
     (lambda: small_model(qat.QuantRecipe(overrides={"conv": {"weight": {"bits": 12}}})), ValueError,
      "'conv.weight_quantizer' has the integers -2047 to 2047; integer kernels take at most 8 bits"),

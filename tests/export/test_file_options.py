@@ -52,8 +52,8 @@ def test_other_opsets_are_refused(opset: Any, model: Any, tmp_path: Path) -> Non
 
 
 def test_few_bits_have_no_small_container_below_opset_21(tmp_path: Path) -> None:
-    prepared = qat.prepare(nn.Sequential(nn.Linear(40, 8)), qat.QuantRecipe({"bits": 4}, {"bits": 8}))
     x = torch.randn(4, 40)
+    prepared = qat.prepare(nn.Sequential(nn.Linear(40, 8)), qat.QuantRecipe({"bits": 4}, {"bits": 8}), x)
     qat.calibrate(prepared, [x])
     kinds = []
     for opset in (20, 21):

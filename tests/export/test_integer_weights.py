@@ -128,7 +128,7 @@ def test_models_prepared_in_parts_have_them_under_their_full_names() -> None:
 def test_what_has_no_integers_is_a_sentence() -> None:
     with refused("integer_weights: expected a model from qat.prepare, got Linear without quantizers", TypeError):
         qat.integer_weights(nn.Linear(2, 2))
-    model = qat.prepare(nn.Sequential(nn.Linear(2, 2)))
+    model = qat.prepare(nn.Sequential(nn.Linear(2, 2)), example_inputs=draw(4, 2))
     with refused("integer_weights: 'input_quantizer' has no range yet; call qat.calibrate(model, batches) first"):
         qat.integer_weights(model)
     with refused(

@@ -19,7 +19,7 @@ X = torch.randn(4, 3, 8, 8)
 def broken(name: str, value: float = math.nan) -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.GELU(), nn.Conv2d(8, 4, 1)
-    model = qat.prepare(nn.Sequential(*layers))
+    model = qat.prepare(nn.Sequential(*layers), example_inputs=X)
     qat.calibrate(model, [X])
     tensor = model.state_dict(keep_vars=True)[name]
     with torch.no_grad():

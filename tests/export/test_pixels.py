@@ -22,7 +22,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def model_for(images: torch.Tensor, channels: int = 3) -> Any:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    prepared = qat.prepare(layers)
+    prepared = qat.prepare(layers, example_inputs=images)
     qat.calibrate(prepared, [images])
     return prepared.eval()
 

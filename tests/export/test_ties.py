@@ -50,8 +50,9 @@ def on_ties() -> tuple[nn.Module, torch.Tensor]:
     with torch.no_grad():
         net.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
         net.bias.zero_()
-    model = qat.prepare(nn.Sequential(net))
-    qat.calibrate(model, [torch.linspace(-1, 1, 20).reshape(10, 2)])
+    x = torch.linspace(-1, 1, 20).reshape(10, 2)
+    model = qat.prepare(nn.Sequential(net), example_inputs=x)
+    qat.calibrate(model, [x])
     scale = model.get_submodule("input_quantizer").grid()[0].detach()
     return model.eval(), -scale * torch.arange(20).reshape(10, 2) - scale / 2 * (torch.arange(10) % 2)[:, None]
 

@@ -53,7 +53,8 @@ def exported(
 ) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     batches = [(torch.randn(16, 3, 8, 8), torch.zeros(16)) for _ in range(2)]
-    model = qat.prepare(nn.Sequential(*ENDS[kind]), qat.QuantRecipe({"bits": bits}, {"bits": bits}, target=target))
+    recipe = qat.QuantRecipe({"bits": bits}, {"bits": bits}, target=target)
+    model = qat.prepare(nn.Sequential(*ENDS[kind]), recipe, batches[0][0])
     qat.calibrate(model, batches)
     if target == "litert":
         qat.export_litert(model.eval(), path, batches[0][0][:1])

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal, Optional
 
 import pytest
+import torch
 from torch import nn
 
 import qat
@@ -15,7 +16,7 @@ from qat.text import check_types
 
 PROFILE = profile_of("onnxruntime")
 LIMITS = PROFILE.weight_limits
-MODEL = qat.prepare(nn.Sequential(nn.Linear(4, 4)), qat.QuantRecipe({"bits": 4}))
+MODEL = qat.prepare(nn.Sequential(nn.Linear(4, 4)), qat.QuantRecipe({"bits": 4}), torch.randn(2, 4))
 
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (

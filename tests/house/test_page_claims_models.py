@@ -290,9 +290,8 @@ def test_a_converted_models_biases_are_the_int32_ones_of_the_file(tmp_path: Path
 @pytest.mark.parametrize("rule", ["lsq", "lsq_plus", "ema", "minmax", "power_of_two", "pact"])
 def test_a_range_is_two_numbers(rule: str) -> None:
     """coming_over.md: `model.input_quantizer.set_range(-2.0, 2.0)` instead of `calibrate`."""
-    first, second = (
-        qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 1)), qat.QuantRecipe(activation={"rule": rule})) for _ in range(2)
-    )
+    recipe = qat.QuantRecipe(activation={"rule": rule})
+    first, second = (qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 1)), recipe, IMAGES) for _ in range(2))
     first.input_quantizer.set_range(-2, 2.0)
     second.input_quantizer.set_range(torch.tensor(-2.0), torch.tensor(2.0))
     assert all(map(torch.equal, first.input_quantizer.grid(), second.input_quantizer.grid()))

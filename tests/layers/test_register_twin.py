@@ -54,8 +54,8 @@ def float_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), ScaledLinear(8, 5, 0.25), nn.ReLU(), nn.Linear(5, 3))
 
 
-def calibrated(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None, traced: bool = True) -> nn.Module:
-    prepared = qat.prepare(model, recipe, x if traced else None)
+def calibrated(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None) -> nn.Module:
+    prepared = qat.prepare(model, recipe, x)
     qat.calibrate(prepared, [x])
     return prepared
 
@@ -107,7 +107,7 @@ def test_a_recipe_speaks_of_it_by_name_and_by_class() -> None:
     four_bits = qat.QuantRecipe(overrides={ScaledLinear: {"weight": {"bits": 4}}})
     assert calibrated(float_model(), x, four_bits).get_submodule("2").weight_quantizer.spec.bits == 4
     skipping = qat.QuantRecipe(overrides={"2": {"skip": True}})
-    assert noted(qat.prepare(float_model(), skipping), LEFT_IN_FLOAT) == {"2": "skipped by the recipe's pattern '2'"}
+    assert noted(qat.prepare(float_model(), skipping, x), LEFT_IN_FLOAT) == {"2": "skipped by the recipe's pattern '2'"}
 
 
 def test_it_is_a_layer_of_a_model_that_cannot_be_traced() -> None:

@@ -118,7 +118,7 @@ def test_layers_with_another_reader_between_them_are_no_pair() -> None:
 
 def test_layers_that_are_called_twice_or_share_a_weight_are_no_pair() -> None:
     float_model, x = Shares().eval(), torch.randn(32, 8)
-    model = qat.prepare(float_model)
+    model = qat.prepare(float_model, example_inputs=x)
     qat.calibrate(model, x, steps=[CrossLayerEqualization()])
     with torch.no_grad(), qat.disable_fake_quant(model):
         torch.testing.assert_close(model.eval()(x), float_model(x))

@@ -95,7 +95,7 @@ def test_adaround_finds_a_rounding_near_the_best_of_all() -> None:
     float_model = nn.Sequential(nn.Linear(10, 1, bias=False))
     x = torch.randn(256, 10) @ torch.randn(10, 10)  # inputs that depend on each other
     recipe = qat.QuantRecipe({"bits": 3, "init": "minmax"}, {"bits": 8})
-    model = qat.prepare(float_model, recipe)
+    model = qat.prepare(float_model, recipe, x)
     qat.calibrate(model, [x])
     layer: Any = model.get_submodule("0")
     scale = layer.weight_quantizer.grid()[0].detach()
@@ -168,7 +168,7 @@ def test_every_granularity(spec: dict[str, Any]) -> None:
     float_model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(128, 8)
     errors = []
     for steps in ([], [AdaRound(iterations=300)]):
-        model = qat.prepare(float_model.eval(), qat.QuantRecipe({**FEW, **spec}))
+        model = qat.prepare(float_model.eval(), qat.QuantRecipe({**FEW, **spec}), x)
         qat.calibrate(model, [x], steps=steps)
         errors.append(float((model(x) - float_model(x)).detach().square().mean()))
     assert errors[1] < 0.9 * errors[0]
@@ -197,9 +197,10 @@ def test_an_answer_without_a_gradient_leaves_the_last_layer_to_the_nearest_level
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x).argmax(1)
 
-    model: Any = qat.prepare(Classes(), qat.QuantRecipe(FEW))
+    x = torch.randn(64, 8)
+    model: Any = qat.prepare(Classes(), qat.QuantRecipe(FEW), x)
     before = model.fc.weight_quantizer.codes(model.fc.weight)
-    qat.calibrate(model, torch.randn(64, 8), steps=[BRECQ(iterations=20)])
+    qat.calibrate(model, x, steps=[BRECQ(iterations=20)])
     assert torch.equal(model.fc.weight_quantizer.codes(model.fc.weight), before)
 
 
@@ -212,9 +213,10 @@ def test_what_keeps_rounding_to_nearest_is_named(caplog: pytest.LogCaptureFixtur
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(torch.relu(nn.functional.linear(x, self.weight)))
 
-    model = qat.prepare(Reads(), qat.QuantRecipe(FEW, overrides={"fc": {"weight": {"rule": "ternary", "bits": 2}}}))
+    x, ternary = torch.randn(16, 4), {"weight": {"rule": "ternary", "bits": 2}}
+    model = qat.prepare(Reads(), qat.QuantRecipe(FEW, overrides={"fc": ternary}), x)
     with caplog.at_level(logging.INFO, "qat"):
-        qat.calibrate(model, torch.randn(16, 4), steps=[AdaRound(iterations=2)])
+        qat.calibrate(model, x, steps=[AdaRound(iterations=2)])
     (said,) = [message for message in caplog.messages if "AdaRound" in message]
     assert "of 0 weights" in said
     assert "rounded to nearest, since no graph calls them, once, with a weight of their own: linear" in said
@@ -283,7 +285,7 @@ class Shares(nn.Module):
 def test_a_weight_that_serves_twice_is_left_and_named(caplog: pytest.LogCaptureFixture) -> None:
     """Rounded for one call, it would be worse for the other."""
     float_model, x = Shares().eval(), torch.randn(128, 8) @ torch.randn(8, 8)
-    model: Any = qat.prepare(float_model, qat.QuantRecipe(FEW))
+    model: Any = qat.prepare(float_model, qat.QuantRecipe(FEW), x)
     with caplog.at_level(logging.INFO, "qat"):
         qat.calibrate(model, [x], steps=[BRECQ(iterations=20), AdaRound(iterations=20)])
     assert torch.equal(model.first.weight, float_model.first.weight)

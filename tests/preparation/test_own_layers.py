@@ -182,7 +182,7 @@ def test_an_override_of_ones_own_layers_alone_is_refused() -> None:
     said = "'conv1' is a quantized layer of your own, which keeps its grids; set its weight_spec and activation_spec"
     for pattern in ("conv1", "conv?", "type:Conv2d"):
         with pytest.raises(ValueError) as refused:
-            qat.prepare(Plain(8), qat.QuantRecipe(overrides={pattern: {"weight": {"bits": 4}}}))
+            qat.prepare(Plain(8), qat.QuantRecipe(overrides={pattern: {"weight": {"bits": 4}}}), images())
         assert str(refused.value) == f"prepare: the recipe's pattern {pattern!r} has no effect: {said}"
 
 

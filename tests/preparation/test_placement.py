@@ -130,7 +130,7 @@ def test_every_operand_of_integer_work_has_a_grid_and_nothing_else(case: str) ->
 
 def test_a_reader_that_does_not_get_its_grid_is_named() -> None:
     recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": {"init": "minmax"}}})  # the add reads it too
-    model = qat.prepare(Net(), recipe)
+    model = qat.prepare(Net(), recipe, torch.randn(2, 3, 8, 8))
     line = next(line for line in qat.summary(model).splitlines() if line.startswith("stem_quantizer"))
     assert "shared with a reader that asked for uint8 affine per tensor; not calibrated" in line
 

@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torchvision.ops import SqueezeExcitation
 
 import qat
+from qat.graph.nodes import tensor_nodes
 from qat.quantizer import Quantizer
 from qat.targets import PROFILES
-from qat.graph.nodes import tensor_nodes
 from tests.references.prepared_case import assert_close_to_float, assert_computes_as, draw, input_grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.UnwritableWarning")

@@ -18,13 +18,15 @@ from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
 from qat.workflow import probe
 from tests.references.prepared_case import Net, Plain, assert_takes_float_state, refused
 
+IMAGES = torch.randn(2, 3, 8, 8)
+
 
 def test_the_float_model_is_untouched_and_its_keys_stay() -> None:
     net = Net().eval()
     before = copy.deepcopy(net.state_dict())
-    model = qat.prepare(net)
+    model = qat.prepare(net, example_inputs=IMAGES)
     assert not any(isinstance(module, (Quantizer, QuantLayer)) for module in net.modules())
-    qat.calibrate(model, [torch.randn(2, 3, 8, 8)])
+    qat.calibrate(model, [IMAGES])
     with torch.no_grad():
         model.stem.weight.add_(1)
     assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())
@@ -37,7 +39,7 @@ def test_the_float_model_is_untouched_and_its_keys_stay() -> None:
 def test_the_summary_names_what_computes_in_float_between_layers(target: str) -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Hardswish(), nn.Conv2d(4, 4, 1), nn.Hardswish(), nn.Conv2d(4, 4, 1))
     profile = qat.targets.profile_of(target)
-    model = qat.prepare(nn.Sequential(net, nn.Sigmoid()), qat.QuantRecipe(target=target))
+    model = qat.prepare(nn.Sequential(net, nn.Sigmoid()), qat.QuantRecipe(target=target), IMAGES)
     said = [line for line in qat.summary(model).splitlines() if "between the layers" in line]
     named = {"onnxruntime": "2 hardswish", "tensorrt": "2 hardswish, 1 sigmoid"}.get(target)
     reason = profile.reasons["float_operations"].text
@@ -48,23 +50,28 @@ def test_the_summary_names_what_computes_in_float_between_layers(target: str) ->
     ("make", "sentence"),
     [
         (
-            lambda: qat.prepare(Net(), torch.randn(1, 3, 8, 8)),
+            lambda: qat.prepare(Net(), IMAGES),
             "prepare: recipe must be a QuantRecipe, got Tensor; inputs are given by name, prepare(model,"
             " example_inputs=...)",
         ),
-        (lambda: qat.prepare(nn.Sequential(nn.ReLU())), "prepare: Sequential has no layer to quantize"),
         (
-            lambda: qat.prepare(Net(), qat.QuantRecipe(overrides={"block.cnv1": {"skip": True}})),
+            lambda: qat.prepare(nn.Sequential(nn.ReLU()), example_inputs=IMAGES),
+            "prepare: Sequential has no layer to quantize",
+        ),
+        (
+            lambda: qat.prepare(Net(), qat.QuantRecipe(overrides={"block.cnv1": {"skip": True}}), IMAGES),
             "prepare: the recipe's pattern 'block.cnv1' names no layer of the model; did you mean 'block.conv1' or"
             " 'block.conv2'?",
         ),
         (
-            lambda: qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(rule="lqs"))),
+            lambda: qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(rule="lqs")), IMAGES),
             f"prepare: stem (weight): unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())};"
             " did you mean 'lsq'?",
         ),
         (
-            lambda: qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(granularity="group", group_size=2))),
+            lambda: qat.prepare(
+                Net(), qat.QuantRecipe(weight=qat.QuantSpec(granularity="group", group_size=2)), IMAGES
+            ),
             "prepare: stem (weight): group_size=2 does not divide the weight's 3 inputs; use 1, 3",
         ),
     ],
@@ -75,15 +82,15 @@ def test_errors_are_sentences(make: Callable[[], Any], sentence: str) -> None:
 
 
 def test_the_probe_names_quantizers_that_never_run() -> None:
-    model = qat.prepare(Net())
+    model = qat.prepare(Net(), example_inputs=IMAGES)
     model.add_submodule("orphan", create_quantizer(qat.QuantSpec()))
     with pytest.raises(ValueError, match=r"^prepare: these quantizers never run: orphan$"):
-        probe(model, {"x": torch.randn(1, 3, 8, 8)}, set())
+        probe(model, {"x": IMAGES}, set())
 
 
 @pytest.mark.filterwarnings("ignore:a quantizer")
 def test_summary_lists_every_layer_in_order() -> None:
-    model = qat.prepare(Net())
+    model = qat.prepare(Net(), example_inputs=IMAGES)
     lines = qat.summary(model).splitlines()
     names = [line.split()[0] for line in lines[1:-2]]
     assert names == [
@@ -92,13 +99,13 @@ def test_summary_lists_every_layer_in_order() -> None:
     ]  # fmt: skip
     assert lines[1].endswith("not calibrated")
     assert lines[4].endswith("input: stem_quantizer, folds block.bn1")
-    qat.calibrate(model, [torch.randn(1, 3, 8, 8)])
+    qat.calibrate(model, [IMAGES])
     assert "not calibrated" not in qat.summary(model)
 
 
 def test_a_weights_grid_without_negatives_refuses_negative_weights() -> None:
     with pytest.raises(ValueError, match=r"^prepare: stem \(weight\): values down to -\d\.\d+, which its grid"):
-        qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(signed=False)))
+        qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(signed=False)), IMAGES)
 
 
 def test_answers_that_activations_wrote_share_no_memory() -> None:

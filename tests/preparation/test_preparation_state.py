@@ -157,10 +157,10 @@ def test_a_model_moves_to_another_dtype(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", ["residual", "in parts"])
 def test_prepare_twice_is_refused(case: str) -> None:
-    _, model, _ = ready(case)
+    _, model, x = ready(case)
     takes = "prepare takes the float model, or one with quantized layers of your own"
     with refused(f"prepare: the model is prepared already; {takes}"):
-        qat.prepare(model)
+        qat.prepare(model, example_inputs=x)
 
 
 class Calls(nn.Module):
@@ -230,13 +230,14 @@ def test_children_of_blocks_are_indexed_and_iterated_but_a_block_is_not_called(c
             each.body[4]
         with pytest.raises(NotImplementedError):  # its layers would compute without the grids of their inputs
             each.body(x)
-    assert type(qat.prepare(nn.Sequential(nn.Linear(4, 4)))[0]) is qat.QuantLinear
+    assert type(qat.prepare(nn.Sequential(nn.Linear(4, 4)), example_inputs=draw(2, 4))[0]) is qat.QuantLinear
 
 
 def four_or_eight(bits: int) -> nn.Module:
     return qat.prepare(
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval(),
         qat.QuantRecipe(weight={"bits": bits}, activation={"bits": bits}),
+        draw(4, 3, 8, 8),
     )
 
 

@@ -11,6 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 import qat
 from tests.references.prepared_case import refused
 
+ROWS = torch.randn(3, 4)
+
 
 def imitation(module: str, name: str, base: type[nn.Module] = nn.Module) -> Any:
     """A class that says that it comes from a package which is not installed."""
@@ -33,19 +35,20 @@ def test_a_model_of_another_toolkit_is_named(module: str, name: str) -> None:
         (derived, "the model"),
     ):
         with pytest.raises(ValueError, match=f"^prepare: '{where}' is a {module}.{name}, of another toolkit"):
-            qat.prepare(model)
+            qat.prepare(model, example_inputs=ROWS)
 
 
 def test_a_model_that_torch_ao_only_wraps_in_markers_is_prepared() -> None:
-    model = qat.prepare(torch.ao.quantization.QuantWrapper(nn.Linear(4, 2)), example_inputs=torch.randn(3, 4))
+    model = qat.prepare(torch.ao.quantization.QuantWrapper(nn.Linear(4, 2)), example_inputs=ROWS)
     assert isinstance(model.get_submodule("module"), qat.QuantLinear)
-    assert qat.prepare(nn.Sequential(imitation("torchaolib.nn", "Linear", nn.Linear)(4, 2)), dry_run=True)
+    net = nn.Sequential(imitation("torchaolib.nn", "Linear", nn.Linear)(4, 2))
+    assert qat.prepare(net, example_inputs=ROWS, dry_run=True)
 
 
 def test_a_model_that_was_only_fused_says_so() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()).eval()
     with pytest.raises(ValueError, match=r"^prepare: '0' is a torch\.ao\..+\.ConvReLU2d, .+ before fuse_modules"):
-        qat.prepare(torch.ao.quantization.fuse_modules(net, [["0", "1", "2"]]))
+        qat.prepare(torch.ao.quantization.fuse_modules(net, [["0", "1", "2"]]), example_inputs=IMAGE)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +57,8 @@ def test_a_model_that_was_only_fused_says_so() -> None:
 def test_a_wrapper_is_named_with_the_model_in_it(wrap: Any, attribute: str) -> None:
     wrapper = wrap(nn.Linear(4, 2))
     with refused(f"prepare: {type(wrapper).__name__} wraps the model; prepare its .{attribute} and wrap again"):
-        qat.prepare(wrapper)
-    assert qat.prepare(getattr(wrapper, attribute))
+        qat.prepare(wrapper, example_inputs=ROWS)
+    assert qat.prepare(getattr(wrapper, attribute), example_inputs=ROWS)
 
 
 IMAGE = torch.zeros(2, 3, 8, 8)
@@ -117,7 +120,8 @@ def test_labels_of_the_example_inputs_that_a_call_leaves_out_are_named(training:
 
 
 def two_layers() -> nn.Module:
-    return qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2)))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    return qat.prepare(net, example_inputs=IMAGE)
 
 
 def test_the_table_of_a_model_that_was_never_prepared_says_so() -> None:
@@ -139,9 +143,9 @@ def test_a_result_that_cannot_be_copied_is_named() -> None:
         " of weights are in torch.nn.utils.parametrizations"
     )
     with refused(said.format("cache")):
-        qat.prepare(model)
+        qat.prepare(model, example_inputs=ROWS)
     with pytest.warns(FutureWarning), refused(said.format("0.weight")):
-        qat.prepare(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2))))
+        qat.prepare(nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2))), example_inputs=ROWS)
 
 
 class Scaled(nn.Sequential):

@@ -15,8 +15,9 @@ def calibrated(weight: dict[str, object], mean: float = 0.02) -> None:
     layer = nn.Linear(144, 32)
     with torch.no_grad():
         layer.weight.normal_(std=0.02).add_(torch.randn(32, 1) * mean)
-    model = qat.prepare(nn.Sequential(layer, nn.ReLU(), nn.Linear(32, 8)), qat.QuantRecipe(weight))
-    qat.calibrate(model, [torch.randn(64, 144)])
+    net, x = nn.Sequential(layer, nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 144)
+    model = qat.prepare(net, qat.QuantRecipe(weight), x)
+    qat.calibrate(model, [x])
 
 
 @pytest.mark.parametrize("bits", [5, 8])

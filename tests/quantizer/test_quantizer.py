@@ -196,9 +196,10 @@ def test_a_rule_that_returns_another_tensor_is_named(registry, compute):
 def test_a_rule_that_gives_nan_is_named_itself(registry):
     """Point 34: the quantizer behind it was blamed."""
     returning("Careless", lambda x: x / 0 * 0)
-    model = qat.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), qat.QuantRecipe(weight={"rule": "Careless"}))
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    model = qat.prepare(net, qat.QuantRecipe(weight={"rule": "Careless"}), x)
     with pytest.raises(ValueError, match=r"^calibrate: weight of '0': behind the rule 'Careless' the values hold NaN"):
-        qat.calibrate(model, torch.randn(2, 4))
+        qat.calibrate(model, x)
 
 
 def test_your_own_rule_is_registered_and_used(registry):

@@ -285,4 +285,5 @@ def test_a_group_size_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         qat.QuantConv2d(8, 3, 3, weight_spec=spec)
     with pytest.raises(ValueError, match=rf"^prepare: 1 \(weight\): {sentence}$"):
-        qat.prepare(nn.Sequential(nn.Conv2d(5, 8, 1), nn.Conv2d(8, 8, 1)), qat.QuantRecipe(weight=spec))
+        net = nn.Sequential(nn.Conv2d(5, 8, 1), nn.Conv2d(8, 8, 1))
+        qat.prepare(net, qat.QuantRecipe(weight=spec), torch.randn(2, 5, 4, 4))

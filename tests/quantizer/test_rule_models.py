@@ -144,7 +144,7 @@ def test_the_exported_model_has_the_same_integers(tmp_path, names):
     for optimize in (False, True):
         differences = compare_layers(path, model, torch.cat(batches), optimize)
         assert [layer.name for layer in differences if layer.differing] == []
-        assert sum(layer.elements for layer in differences) == 48 * (100 + 2 * 200 + 8)
+        assert sum(layer.elements for layer in differences) == 48 * (100 + 3 * 200 + 8)
     answer = qat.verify_onnx(path, model, batches)
     assert answer.samples == 48 and answer.agreement == 1.0 and answer.max_difference < 1e-4
     assert (model.eval()(specs.images(7)).std(0) > 0).any()

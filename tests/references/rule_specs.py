@@ -276,7 +276,7 @@ def uncalibrated(
 ) -> torch.fx.GraphModule:
     """The model above, prepared."""
     recipe = qat.QuantRecipe(weight_spec, activation_spec, overrides or {}, residual_bits=activation_spec.bits)
-    return qat.prepare(float_model(activation_spec.rule == "binary"), recipe)
+    return qat.prepare(float_model(activation_spec.rule == "binary"), recipe, images())
 
 
 def prepared(

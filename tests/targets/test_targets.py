@@ -177,7 +177,7 @@ def test_as_a_target_and_as_an_override() -> None:
         (qat.QuantRecipe(overrides={"type:Linear": {"weight": {"max_magnitude": 64}}}), {"0": 127.0, "4": 64.0}),
         (qat.QuantRecipe(target="onnxruntime_x86", last_bits=4), {"0": 64.0, "4": 7.0}),
     ):
-        model = qat.prepare(net(), recipe)
+        model = qat.prepare(net(), recipe, x)
         qat.calibrate(model, [x])
         assert largest_integers(model) == expected
         table = qat.summary(model)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qat
-from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.graph.randomness import python_state
+from qat.preparation.report import LEFT_IN_FLOAT, noted
 from tests.references.prepared_case import Plain, assert_computes_as, draw, without_quantizers
 
 

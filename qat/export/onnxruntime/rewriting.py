@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.export.onnx.operators import GlobalAveragePool, OnnxOperations
+from qat.graph.nodes import FACTS, constant_nodes, dimensions, submodule_of
 from qat.integers.freezing import replace_call
 from qat.integers.frozen import FrozenQuantizer, stored_offset
 from qat.preparation.operations import AVERAGING, grid_of, operation_of, passes_grid
 from qat.quantizer import Quantizer
-from qat.graph.nodes import FACTS, constant_nodes, dimensions, submodule_of
 
 NOT_PROPAGATED = {
     F.pad, F.adaptive_max_pool2d, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,

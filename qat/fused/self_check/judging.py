@@ -33,11 +33,11 @@ from qat.fused.self_check.training_step import (
     unseen_by_hooks,
 )
 from qat.fused.verdict import Verdict
+from qat.graph.randomness import rewinding
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import AnyBatchNorm, pytree
-from qat.graph.randomness import rewinding
 
 QUANTIZING: dict[Any, Callable[..., PreQuantizer]] = {
     quantize_chain: before_chain,
