@@ -80,7 +80,8 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: fx.Graph, fre
     except UntraceableError as error:
         graph = copy.deepcopy(evaluation)
         for node in graph.find_nodes(op="call_function", target=F.dropout):
-            node.args, node.kwargs = (), {**given_by_name(node, DROPOUT), "training": True}
+            given = given_by_name(node, DROPOUT)
+            node.args, node.kwargs = (given["input"], given.get("p", 0.5), True), {}
         reason = first_line(error)
     try:
         check_answer(model, examples, graph)
