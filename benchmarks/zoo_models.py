@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.zoo_libraries import NAMES, build_from
+from qat.inputs import Inputs, call_model
 
 FAMILIES: dict[str, ModuleType] = {
     "classification": zoo,
@@ -57,18 +58,23 @@ class Case:
 
     Attributes:
         model: in evaluation mode, its BatchNorm statistics fit to inputs like these.
-        inputs: arguments of the model.
+        inputs: a tuple of arguments of the model, or a mapping of keyword arguments.
         targets: what a detection model wants besides in training, or None.
     """
 
     model: nn.Module
-    inputs: tuple[Any, ...]
+    inputs: Inputs
     targets: list[dict[str, Tensor]] | None = None
 
     @property
     def shapes(self) -> list[list[int]]:
         """The shape of every input tensor."""
         return [list(tensor.shape) for tensor in tree_leaves(self.inputs)]
+
+    @property
+    def training_inputs(self) -> Inputs:
+        """The inputs, with the targets where there are some."""
+        return self.inputs if self.targets is None else (*self.inputs, self.targets)
 
 
 def names_of(family: str) -> list[str]:
@@ -179,6 +185,6 @@ def _fit_norms(case: Case, passes: int = 2) -> None:
         norm.momentum = None  # the average of all passes
     case.model.train()
     for _ in range(passes):
-        case.model(*case.inputs, *(() if case.targets is None else (case.targets,)))
+        call_model(case.model, case.training_inputs)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

@@ -98,7 +98,7 @@ def calibrated() -> tuple[nn.Module, Tensor]:
 def test_a_quantizer_without_a_gradient_is_named() -> None:
     model, x = calibrated()
     model.conv_quantizer = Detached(model.conv_quantizer)
-    facts = zoo_case.train_step(model, Case(model, (x,)))
+    facts = zoo_case.train(model, Case(model, (x,)))
     assert not facts["ok"] and facts["not_finite"] == []
     assert "conv.weight_quantizer.scale" in facts["without_gradient"]
     assert "fc.weight_quantizer.scale" not in facts["without_gradient"]
@@ -117,7 +117,7 @@ class Detached(nn.Module):
 
 def test_values_that_are_not_finite_are_named() -> None:
     model, x = calibrated()
-    facts = zoo_case.train_step(model, Case(model, (x.fill_(float("nan")),)))
+    facts = zoo_case.train(model, Case(model, (x.fill_(float("nan")),)))
     assert not facts["ok"] and "fc.weight_quantizer.scale" in facts["not_finite"]
     assert facts["reason"].startswith("0 of ") and " values not finite; first " in facts["reason"]
 
