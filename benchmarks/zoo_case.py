@@ -193,10 +193,11 @@ def train(model: nn.Module, case: Case) -> dict[str, Any]:
     """Some steps of SGD; which parameters of quantizers had no gradient in one of them, or one that is not finite."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    idle = tuple(f"{name}." for name in case.only_evaluated)
     learned = {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if isinstance(module, Quantizer)
+        if isinstance(module, Quantizer) and not path.startswith(idle)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad
     }
@@ -215,6 +216,7 @@ def train(model: nn.Module, case: Case) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "losses": losses,
         "quantizer_parameters": len(learned),
+        "only_evaluated": list(case.only_evaluated),
         "without_gradient": list(missing),
         "not_finite": list(broken),
         "ok": not missing and not broken and all(map(math.isfinite, losses)),

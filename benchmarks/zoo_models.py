@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.zoo_libraries import NAMES, build_from
+from qat.contexts import first_calls
 from qat.inputs import Inputs, call_model
 
 FAMILIES: dict[str, ModuleType] = {
@@ -60,11 +61,13 @@ class Case:
         model: in evaluation mode, its BatchNorm statistics fit to inputs like these.
         inputs: a tuple of arguments of the model, or a mapping of keyword arguments.
         targets: what a detection model wants besides in training, or None.
+        only_evaluated: the modules that training does not run, such as YOLO's decoding of boxes: nothing trains there.
     """
 
     model: nn.Module
     inputs: Inputs
     targets: list[dict[str, Tensor]] | None = None
+    only_evaluated: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> list[list[int]]:
@@ -109,10 +112,16 @@ def build(name: str, seed: int = 0) -> Case:
     return _fit(Case(model, _inputs(name, family), _targets(name) if family == "detection" else None))
 
 
+@torch.no_grad()
 def _fit(case: Case) -> Case:
     _enliven(case.model)
-    _fit_norms(case)
+    names = {module: name for name, module in case.model.named_modules()}
+    with first_calls(names) as trained:
+        _fit_norms(case)
     case.model.eval()
+    with first_calls(names) as evaluated:
+        call_model(case.model, case.inputs)
+    case.only_evaluated = tuple(names[module] for module in evaluated if module not in trained)
     return case
 
 
@@ -164,7 +173,6 @@ def _clip(name: str) -> tuple[int, int]:
     return next((clip for start, clip in CLIPS.items() if name.startswith(start)), (8, 64))
 
 
-@torch.no_grad()
 def _enliven(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("layer_scale"):
@@ -173,12 +181,9 @@ def _enliven(model: nn.Module) -> None:
             nn.init.kaiming_uniform_(parameter)
 
 
-@torch.no_grad()
 def _fit_norms(case: Case, passes: int = 2) -> None:
     """Set every BatchNorm's statistics to the average over a few passes in training mode."""
     norms = [module for module in case.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if not norms:
-        return
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()

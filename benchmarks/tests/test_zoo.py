@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from benchmarks import zoo_case
+from benchmarks import zoo_case, zoo_models
 from benchmarks.work import Place
 from benchmarks.zoo import Bounds, Child, chosen, keep
 from benchmarks.zoo_models import FAMILIES, Case, build, family_of, names_of
@@ -35,9 +35,17 @@ class Small(nn.Module):
         return self.fc(self.norm(self.conv(x)).relu().mean((2, 3)))
 
 
+class ByName(Small):
+    """The same model, called and answering as those of transformers do."""
+
+    def forward(self, pixel_values: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        return {"loss": labels, "logits": super().forward(pixel_values)}
+
+
 def case_of(model: nn.Module) -> Case:
     torch.manual_seed(0)
-    return Case(model.eval(), (torch.randn(2, 3, 8, 8),))
+    images = torch.randn(2, 3, 8, 8)
+    return Case(model.eval(), {"pixel_values": images} if isinstance(model, ByName) else (images,))
 
 
 def test_all_names_of_torchvision_are_in_one_family() -> None:
@@ -61,8 +69,9 @@ def test_outputs_of_the_float_models_are_alive(name: str) -> None:
     assert torch.equal(build(name).inputs[0], case.inputs[0]), "the seed decides"
 
 
-def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(Small()))
+@pytest.mark.parametrize("kind", [Small, ByName])
+def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]) -> None:
+    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(kind()))
     row = zoo_case.measure("resnet18", tmp_path / "row.json")
     assert json.loads((tmp_path / "row.json").read_text()) == row
     assert verdict(row) == "green", verdict(row)
@@ -70,9 +79,10 @@ def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(steps) == ["build", "prepare", "work", "calibrate", "train", "evaluate", "copy", "export", "runtime"]
     assert row["parameters"] == sum(p.numel() for p in Small().parameters()) and row["inputs"] == [[2, 3, 8, 8]]
     assert steps["prepare"]["quantized_layers"] == 2 and steps["prepare"]["left_in_float"] == {}
-    assert steps["prepare"]["outside_graphs"] == 0
+    assert steps["prepare"]["outside_graphs"] == 0 and steps["prepare"]["whole"]
     assert steps["work"]["macs"] == 2 * (8 * 36 * 27 + 8 * 5) and steps["work"]["share"] == 1.0
     assert steps["train"]["quantizer_parameters"] >= 5 and steps["train"]["without_gradient"] == []
+    assert len(steps["train"]["losses"]) == 3 and len(set(steps["train"]["losses"])) == 3, "steps change the model"
     assert steps["evaluate"]["refused"] == {} and set(steps["evaluate"]["gaps"].values()) == {0.0}
     assert list(steps["evaluate"]["gaps"]) == ["the batch", "another batch", "a larger batch", "another size"]
     assert steps["copy"]["gaps"] == {"a copy": 0.0, "a pickle": 0.0, "a state dict": 0.0}
@@ -102,6 +112,21 @@ def test_a_quantizer_without_a_gradient_is_named() -> None:
     assert not facts["ok"] and facts["not_finite"] == []
     assert "conv.weight_quantizer.scale" in facts["without_gradient"]
     assert "fc.weight_quantizer.scale" not in facts["without_gradient"]
+
+
+def test_nothing_trains_where_only_evaluation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Decoding(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.norm(self.conv(x)).relu().mean((2, 3))
+            return features if self.training else self.fc(features)
+
+    monkeypatch.setattr(zoo_models, "build_from", lambda library, name: (Decoding(), (torch.randn(2, 3, 8, 8),)))
+    case = build("timm/resnet18")
+    assert case.only_evaluated == ("fc",) and not case.model.training
+    model = qat.prepare(case.model, example_inputs=case.inputs)
+    qat.calibrate(model, [(case.inputs,)])
+    assert zoo_case.train(model, case)["ok"]
+    assert zoo_case.train(model, Case(model, case.inputs))["without_gradient"] == ["fc.weight_quantizer.scale"]
 
 
 class Detached(nn.Module):
@@ -270,9 +295,9 @@ def test_parts_are_found_and_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "kind"),
     [
-        ({"ok": True, "whole": True}, "whole"),
-        ({"ok": True, "whole": False}, "in parts"),
-        ({"ok": False, "reason": "no"}, "refused"),
+        ({"ok": True, "whole": True, "seconds": 1.25}, "whole | 1.2 s"),
+        ({"ok": True, "whole": False, "seconds": 70}, "in parts | 70.0 s"),
+        ({"ok": False, "reason": "no", "seconds": 0.5}, "refused | 0.5 s"),
     ],
 )
 def test_a_library_s_table_counts_how_its_models_go(tmp_path: Path, prepare: dict[str, Any], kind: str) -> None:
@@ -284,7 +309,8 @@ def test_a_library_s_table_counts_how_its_models_go(tmp_path: Path, prepare: dic
     }
     keep(row, tmp_path / "zoo_timm.jsonl")
     table = library_table("timm", tmp_path / "zoo_timm.jsonl")
-    assert f"| resnet18 | {kind} |" in table and f" 1 {kind}" in table.split("Now:")[1].split(". Before")[0]
+    counted = f" 1 {kind.partition(' |')[0]}"
+    assert f"| resnet18 | {kind} |" in table and counted in table.split("Now:")[1].split(". Before")[0]
 
 
 def test_names_of_other_libraries_are_chosen_by_library() -> None:
