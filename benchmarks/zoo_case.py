@@ -18,13 +18,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import qat
 from benchmarks.speed_rows import machine
@@ -33,7 +32,7 @@ from benchmarks.zoo_evaluation import copies, evaluation
 from benchmarks.zoo_models import NAMES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.atomic_write import atomic_write
-from qat.inputs import Inputs, call_model, copied
+from qat.inputs import Inputs
 from qat.layers import QuantLayer
 from qat.layers.twins import layers_of
 from qat.preparation.parts import prepared_parts
@@ -110,7 +109,8 @@ def measure(name: str, path: Path, exports: bool = True) -> dict[str, Any]:
     if not row.passed("prepare"):
         return row.facts
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(model, Path(folder) / "fresh.pt")
+        with suppress(Exception):  # the step of copies says why
+            torch.save(model, Path(folder) / "fresh.pt")
         _measure(row, case, model, Path(folder), exports)
     return row.facts
 
@@ -193,20 +193,18 @@ def train(model: nn.Module, case: Case) -> dict[str, Any]:
     """Some steps of SGD; which parameters of quantizers had no gradient in one of them, or one that is not finite."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    idle = tuple(f"{name}." for name in case.only_evaluated)
+    untrained = tuple(f"{name}." for name in case.untrained)
     learned = {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if isinstance(module, Quantizer) and not path.startswith(idle)
+        if isinstance(module, Quantizer) and not path.startswith(untrained)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad
     }
     missing, broken, losses = dict[str, None](), dict[str, None](), list[float]()
     for _ in range(STEPS):
         optimizer.zero_grad()
-        leaves = [leaf for leaf in tree_leaves(call_model(model, copied(case.training_inputs))) if _is_float(leaf)]
-        loss = sum(leaf.square().mean() for leaf in leaves) if case.targets is None else sum(leaves)
-        assert isinstance(loss, Tensor)
+        loss = case.loss(model)
         loss.backward()
         losses.append(float(loss.detach()))
         missing |= dict.fromkeys(name for name, parameter in learned.items() if parameter.grad is None)
@@ -216,7 +214,7 @@ def train(model: nn.Module, case: Case) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "losses": losses,
         "quantizer_parameters": len(learned),
-        "only_evaluated": list(case.only_evaluated),
+        "untrained": list(case.untrained),
         "without_gradient": list(missing),
         "not_finite": list(broken),
         "ok": not missing and not broken and all(map(math.isfinite, losses)),
@@ -264,10 +262,6 @@ def reason(error: BaseException) -> str:
     text = COLOURS.sub("", str(error)).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0]}".replace(str(Path.cwd()), ".")[:LONGEST_REASON]
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def main() -> None:

@@ -57,9 +57,10 @@ def copies(model: nn.Module, inputs: Inputs, fresh: Path) -> dict[str, Any]:
     expected = answers(model, inputs)
     with torch.no_grad():
         gaps = {"a copy": _gap(expected, answers(copy.deepcopy(model), inputs))}
+    stored = fresh.with_name("stored.pt")
+    torch.save(model, stored)
+    gaps["a pickle"] = _gap(expected, answers(torch.load(stored, weights_only=False), inputs))
     again: nn.Module = torch.load(fresh, weights_only=False)
-    torch.save(model, fresh)
-    gaps["a pickle"] = _gap(expected, answers(torch.load(fresh, weights_only=False), inputs))
     again.load_state_dict(model.state_dict())
     with evaluating(again):
         gaps["a state dict"] = _gap(expected, answers(again, inputs))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.zoo_libraries import NAMES, build_from
 from qat.contexts import first_calls
-from qat.inputs import Inputs, call_model
+from qat.inputs import Inputs, call_model, copied
 
 FAMILIES: dict[str, ModuleType] = {
     "classification": zoo,
@@ -61,13 +61,14 @@ class Case:
         model: in evaluation mode, its BatchNorm statistics fit to inputs like these.
         inputs: a tuple of arguments of the model, or a mapping of keyword arguments.
         targets: what a detection model wants besides in training, or None.
-        only_evaluated: the modules that training does not run, such as YOLO's decoding of boxes: nothing trains there.
+        untrained: the modules that training does not run, or that no gradient reaches: YOLO's decoding of boxes, a
+            pooling whose result is dropped.
     """
 
     model: nn.Module
     inputs: Inputs
     targets: list[dict[str, Tensor]] | None = None
-    only_evaluated: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> list[list[int]]:
@@ -78,6 +79,12 @@ class Case:
     def training_inputs(self) -> Inputs:
         """The inputs, with the targets where there are some."""
         return self.inputs if self.targets is None else (*self.inputs, self.targets)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """The losses that a model returns for targets, or else the mean squares of its outputs, added up."""
+        found = tree_leaves(call_model(model, copied(self.training_inputs)))
+        leaves = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return torch.stack([leaf.square().mean() if self.targets is None else leaf for leaf in leaves]).sum()
 
 
 def names_of(family: str) -> list[str]:
@@ -112,17 +119,33 @@ def build(name: str, seed: int = 0) -> Case:
     return _fit(Case(model, _inputs(name, family), _targets(name) if family == "detection" else None))
 
 
-@torch.no_grad()
 def _fit(case: Case) -> Case:
     _enliven(case.model)
-    names = {module: name for name, module in case.model.named_modules()}
-    with first_calls(names) as trained:
-        _fit_norms(case)
+    case.untrained = _untrained(case)
+    _fit_norms(case)
     case.model.eval()
-    with first_calls(names) as evaluated:
-        call_model(case.model, case.inputs)
-    case.only_evaluated = tuple(names[module] for module in evaluated if module not in trained)
     return case
+
+
+def _untrained(case: Case) -> tuple[str, ...]:
+    names = {module: name for name, module in case.model.named_modules()}
+    ran, differentiable, reached = set[nn.Module](), set[nn.Module](), set[nn.Module]()
+
+    def follow(module: nn.Module, args: Any, answer: Any) -> None:
+        ran.add(module)
+        for leaf in tree_leaves(answer):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                differentiable.add(module)
+                leaf.register_hook(lambda gradient: reached.add(module))
+
+    handles = [module.register_forward_hook(follow) for module in names]
+    case.loss(case.model.train()).backward()
+    for handle in handles:
+        handle.remove()
+    case.model.zero_grad(set_to_none=True)
+    with torch.no_grad(), first_calls(names) as evaluated:
+        call_model(case.model.eval(), copied(case.inputs))
+    return tuple(names[each] for each in names if each in differentiable - reached or each in evaluated.keys() - ran)
 
 
 def _options(name: str, family: str) -> dict[str, Any]:
@@ -173,6 +196,7 @@ def _clip(name: str) -> tuple[int, int]:
     return next((clip for start, clip in CLIPS.items() if name.startswith(start)), (8, 64))
 
 
+@torch.no_grad()
 def _enliven(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("layer_scale"):
@@ -181,9 +205,12 @@ def _enliven(model: nn.Module) -> None:
             nn.init.kaiming_uniform_(parameter)
 
 
+@torch.no_grad()
 def _fit_norms(case: Case, passes: int = 2) -> None:
     """Set every BatchNorm's statistics to the average over a few passes in training mode."""
     norms = [module for module in case.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()

@@ -114,19 +114,33 @@ def test_a_quantizer_without_a_gradient_is_named() -> None:
     assert "fc.weight_quantizer.scale" not in facts["without_gradient"]
 
 
-def test_nothing_trains_where_only_evaluation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Decoding(Small):
-        def forward(self, x: Tensor) -> Tensor:
-            features = self.norm(self.conv(x)).relu().mean((2, 3))
-            return features if self.training else self.fc(features)
+class Decoding(Small):
+    """A classifier that only evaluation runs."""
 
-    monkeypatch.setattr(zoo_models, "build_from", lambda library, name: (Decoding(), (torch.randn(2, 3, 8, 8),)))
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.norm(self.conv(x)).relu().mean((2, 3))
+        return features if self.training else self.fc(features)
+
+
+class Dropping(Small):
+    """A classifier whose result reaches no loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.norm(self.conv(x)).relu().mean((2, 3))
+        return features + self.fc(features).detach().mean()
+
+
+@pytest.mark.parametrize("kind", [Decoding, Dropping])
+def test_nothing_trains_where_the_float_model_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]
+) -> None:
+    monkeypatch.setattr(zoo_models, "build_from", lambda library, name: (kind(), (torch.randn(2, 3, 8, 8),)))
     case = build("timm/resnet18")
-    assert case.only_evaluated == ("fc",) and not case.model.training
+    assert case.untrained == ("fc",) and not case.model.training
     model = qat.prepare(case.model, example_inputs=case.inputs)
     qat.calibrate(model, [(case.inputs,)])
     assert zoo_case.train(model, case)["ok"]
-    assert zoo_case.train(model, Case(model, case.inputs))["without_gradient"] == ["fc.weight_quantizer.scale"]
+    assert "fc.weight_quantizer.scale" in zoo_case.train(model, Case(model, case.inputs))["without_gradient"]
 
 
 class Detached(nn.Module):
@@ -145,6 +159,14 @@ def test_values_that_are_not_finite_are_named() -> None:
     facts = zoo_case.train(model, Case(model, (x.fill_(float("nan")),)))
     assert not facts["ok"] and "fc.weight_quantizer.scale" in facts["not_finite"]
     assert facts["reason"].startswith("0 of ") and " values not finite; first " in facts["reason"]
+
+
+def test_a_model_that_cannot_be_stored_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Small()
+    model.fc.register_forward_hook(lambda *given: None)  # such as transformers leaves on its modules
+    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(model))
+    row = zoo_case.measure("resnet18", tmp_path / "row.json", exports=False)
+    assert verdict(row).startswith("copy: ") and "pickle" in verdict(row), verdict(row)
 
 
 def test_a_reason_is_one_line_without_colours_and_paths() -> None:
