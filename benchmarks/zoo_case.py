@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import qat
 from benchmarks.speed_rows import machine
 from benchmarks.work import Place, integer_work
-from benchmarks.zoo_evaluation import copies, evaluation
+from benchmarks.zoo_evaluation import copies, evaluation, refusals, result_of
 from benchmarks.zoo_models import NAMES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.atomic_write import atomic_write
@@ -97,8 +97,9 @@ class Row:
 def measure(name: str, path: Path, exports: bool = True) -> dict[str, Any]:
     """All steps for one model, those of its files if wanted; returns the row."""
     row = Row(name, path)
-    with row.step("build"):
+    with row.step("build") as built:
         case = build(name)
+        built |= {"refused": refusals(case.model, case.inputs), "result": result_of(case.model, case.inputs)}
         row.facts |= {"parameters": sum(p.numel() for p in case.model.parameters()), "inputs": case.shapes}
     if not row.passed("build"):
         return row.facts
@@ -128,7 +129,8 @@ def _measure(row: Row, case: Case, model: nn.Module, folder: Path, exports: bool
     model.zero_grad(set_to_none=True)
     model.eval()
     with row.step("evaluate") as facts:
-        facts |= evaluation(model, case.inputs)
+        facts["result"] = result_of(model, case.inputs)
+        facts |= evaluation(model, case.inputs, row.facts["steps"]["build"]["refused"])
     with row.step("copy") as facts:
         facts |= copies(model, case.inputs, folder / "fresh.pt")
     if not exports:

@@ -5,6 +5,7 @@ for float operations behind the last integers (docs/reliability.md).
 """
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +23,49 @@ MORE = 32
 """Pixels by which another size is larger; every network here halves at most five times."""
 
 
-def evaluation(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """Answers without gradients against those with them: the batch, another one, a larger one, another size.
-
-    A size or a batch that the model refuses with gradients too is named in `refused`, with the sentence.
-    """
+def batches_of(inputs: Inputs) -> dict[str, Inputs]:
+    """The batch, another one, a larger one, another size."""
     other = tree_map_only(Tensor, _like, inputs)
-    batches = {
+    return {
         "the batch": inputs,
         "another batch": other,
         "a larger batch": tree_map(_longer, inputs, other, is_leaf=lambda node: isinstance(node, list)),
         "another size": tree_map_only(Tensor, _wider, inputs),
     }
+
+
+def refusals(model: nn.Module, inputs: Inputs) -> dict[str, str]:
+    """The batches that a float model refuses, with its sentences."""
+    refused: dict[str, str] = {}
+    for name, batch in batches_of(inputs).items():
+        try:
+            with torch.no_grad():
+                answers(model, batch)
+        except Exception as error:
+            refused[name] = _sentence(error)
+    return refused
+
+
+def evaluation(model: nn.Module, inputs: Inputs, refused_in_float: Collection[str] = ()) -> dict[str, Any]:
+    """Answers without gradients against those with them, for every batch.
+
+    A batch that the model refuses is named in `refused`, with the sentence; a fault if the float model takes it.
+    """
     gaps: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name, batch in batches.items():
+    for name, batch in batches_of(inputs).items():
         try:
             with torch.enable_grad():
                 expected = answers(model, batch)
         except Exception as error:
-            if name in ("the batch", "another batch"):
-                raise
-            refused[name] = str(error).strip().splitlines()[0][:160]
+            refused[name] = _sentence(error)
             continue
         with torch.no_grad():
             gaps[name] = _gap(expected, answers(model, batch))
-    wrong = [name for name, gap in gaps.items() if not gap <= LARGEST_GAP]
+    wrong = {name: f"off by {gap:.2g} of the largest value" for name, gap in gaps.items() if not gap <= LARGEST_GAP}
+    wrong |= {name: f"refused: {why}" for name, why in refused.items() if name not in refused_in_float}
     facts = {"gaps": gaps, "refused": refused, "ok": not wrong}
-    return facts | ({"reason": f"{wrong[0]}: off by {gaps[wrong[0]]:.2g} of the largest value"} if wrong else {})
+    return facts | ({"reason": ": ".join(next(iter(wrong.items())))} if wrong else {})
 
 
 def copies(model: nn.Module, inputs: Inputs, fresh: Path) -> dict[str, Any]:
@@ -68,10 +84,20 @@ def copies(model: nn.Module, inputs: Inputs, fresh: Path) -> dict[str, Any]:
     return {"gaps": gaps, "ok": not wrong} | ({"reason": f"{wrong[0]} answers otherwise"} if wrong else {})
 
 
+def result_of(model: nn.Module, inputs: Inputs) -> str:
+    """The type of the model's result."""
+    with torch.no_grad():
+        return type(call_model(model, copied(inputs))).__name__
+
+
 def answers(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """The tensors of the answer to copies of the inputs: a model may write into what it is given."""
     answer = call_model(model, copied(inputs))
     return [leaf.detach() for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+
+
+def _sentence(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
 
 
 def _gap(ours: list[Tensor], theirs: list[Tensor]) -> float:

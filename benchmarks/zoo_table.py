@@ -72,6 +72,8 @@ def library_table(library: str, results: Path | None = None) -> str:
         prepared = row["steps"].get("prepare", {})
         kind = "refused" if not prepared.get("ok") else "whole" if prepared["whole"] else "in parts"
         counts[kind] += 1
+        given, returned = (row["steps"].get(step, {}).get("result") for step in ("build", "evaluate"))
+        kind += f", returns {returned} for {given}" if returned != given and returned else ""
         took = f"{prepared['seconds']:.1f} s" if "seconds" in prepared else ""
         name, size, _, layers, work, train, evaluated, _, runtime, said = _cells(row)
         cells = (name.rpartition("/")[2], kind, took, size, layers, work, train, evaluated, runtime, said)
@@ -132,7 +134,7 @@ def _evaluated(step: dict[str, Any] | None) -> str:
     """How near answers without gradients are to those with them, and which batches the model refuses either way."""
     if step is None or "gaps" not in step:
         return _passed(step)
-    gap, refused = max(step["gaps"].values()), "; ".join(f"{name} refused" for name in step["refused"])
+    gap, refused = max(step["gaps"].values(), default=0.0), "; ".join(f"{name} refused" for name in step["refused"])
     return f"{f'off by {gap:.0e}' if gap else 'equal'}{f' ({refused})' if refused else ''}"
 
 
