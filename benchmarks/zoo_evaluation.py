@@ -85,9 +85,8 @@ def copies(model: nn.Module, inputs: Inputs, fresh: Path) -> dict[str, Any]:
 
 
 def result_of(model: nn.Module, inputs: Inputs) -> str:
-    """The type of the model's result."""
-    with torch.no_grad():
-        return type(call_model(model, copied(inputs))).__name__
+    """The type of the model's result, with gradients: what `evaluation` finds without them is its own matter."""
+    return type(call_model(model, copied(inputs))).__name__
 
 
 def answers(model: nn.Module, inputs: Inputs) -> list[Tensor]:
