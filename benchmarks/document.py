@@ -30,6 +30,7 @@ from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.watch import table as watch_table
+from benchmarks.zoo_libraries import NAMES
 from benchmarks.zoo_table import families_table, library_table, models_table
 from qat.training.run.report import report_lines
 
@@ -77,8 +78,7 @@ FROM_CODE = {
     "self_check": self_check_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
-    "zoo_timm": lambda: library_table("timm"),
-    "zoo_transformers": lambda: library_table("transformers"),
+    **{f"zoo_{library}": partial(library_table, library) for library in NAMES},
     **DEPLOYMENT_TABLES,
     **SPEED_TABLES,
 }

@@ -1,13 +1,13 @@
-"""Models of torchvision and other libraries: prepared, trained a step, exported, verified; in bounded time and memory.
+"""Models of torchvision and other libraries: prepared, trained, exported, verified; in bounded time and memory.
 
     python -m benchmarks.zoo                                  # all 109; those that are kept already are not repeated
     python -m benchmarks.zoo --only 'swin*' --again --jobs 2
-    python -m benchmarks.zoo --library timm                   # or transformers; the library has to be installed
+    python -m benchmarks.zoo --library timm                   # transformers, ultralytics: has to be installed
     python -m benchmarks.zoo --again --without-export         # half the time; what files were like is kept, and said
     python -m benchmarks.document                             # docs/zoo.md's tables from what is kept
 
-One process and one line a model, in benchmarks/results/zoo.jsonl (zoo_timm.jsonl, zoo_transformers.jsonl), whatever
-happens to it: a model that fails, takes too long or too much memory is a line that says in which step and why.
+One process and one line a model, in benchmarks/results/zoo.jsonl (zoo_timm.jsonl for a library), whatever happens
+to it: a model that fails, takes too long or too much memory is a line that says in which step and why.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One model of the zoo in a process of its own: built, prepared, trained a step, evaluated, copied, exported, run.
+"""One model of the zoo in a process of its own: built, prepared, trained, evaluated, copied, exported, run.
 
     python -m benchmarks.zoo_case resnet18 --threads 1 --row row.json
 
@@ -8,8 +8,8 @@ step that fails is a row that says why; the steps that need it are left out.
 
 import argparse
 import importlib.metadata
-import inspect
 import json
+import math
 import platform
 import re
 import resource
@@ -18,21 +18,21 @@ import tempfile
 import time
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 import qat
 from benchmarks.speed_rows import machine
 from benchmarks.work import Place, integer_work
-from benchmarks.zoo_evaluation import copies, evaluation
+from benchmarks.zoo_evaluation import copies, evaluation, refusals, result_of
 from benchmarks.zoo_models import NAMES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.atomic_write import atomic_write
+from qat.inputs import Inputs
 from qat.layers import QuantLayer
 from qat.layers.twins import layers_of
 from qat.preparation.parts import prepared_parts
@@ -40,6 +40,8 @@ from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
 from qat.quantizer import Quantizer
 
 LEARNING_RATE = 1e-4
+STEPS = 3
+"""So that two of them start from what a step has changed: parameters, statistics, whatever a model keeps."""
 LONGEST_REASON = 240
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -95,12 +97,12 @@ class Row:
 def measure(name: str, path: Path, exports: bool = True) -> dict[str, Any]:
     """All steps for one model, those of its files if wanted; returns the row."""
     row = Row(name, path)
-    with row.step("build"):
+    with row.step("build") as built:
         case = build(name)
+        built |= {"refused": refusals(case.model, case.inputs), "result": result_of(case.model, case.inputs)}
         row.facts |= {"parameters": sum(p.numel() for p in case.model.parameters()), "inputs": case.shapes}
     if not row.passed("build"):
         return row.facts
-    names = list(inspect.signature(case.model.forward).parameters)[: len(case.inputs)]
     with row.step("prepare") as facts:
         model = qat.prepare(case.model, example_inputs=case.inputs)
         del case.model  # the largest ones do not fit memory twice
@@ -108,27 +110,27 @@ def measure(name: str, path: Path, exports: bool = True) -> dict[str, Any]:
     if not row.passed("prepare"):
         return row.facts
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(model, Path(folder) / "fresh.pt")
-        _measure(row, case, model, names, Path(folder), exports)
+        with suppress(Exception):  # the step of copies says why
+            torch.save(model, Path(folder) / "fresh.pt")
+        _measure(row, case, model, Path(folder), exports)
     return row.facts
 
 
-def _measure(row: Row, case: Case, model: nn.Module, names: list[str], folder: Path, exports: bool) -> None:
+def _measure(row: Row, case: Case, model: nn.Module, folder: Path, exports: bool) -> None:
     """The steps of a prepared model, which lies in the folder as it is, not calibrated."""
     with row.step("work") as facts:
         facts |= work_facts(model, case.inputs)
     with row.step("calibrate"):
-        only = case.inputs[0]
-        alone = len(case.inputs) == 1 and isinstance(only, Tensor)
-        qat.calibrate(model, [only if alone else dict(zip(names, case.inputs, strict=True))])
+        qat.calibrate(model, [(case.inputs,)])
     if not row.passed("calibrate"):
         return
     with row.step("train") as facts:
-        facts |= train_step(model, case)
+        facts |= train(model, case)
     model.zero_grad(set_to_none=True)
     model.eval()
     with row.step("evaluate") as facts:
-        facts |= evaluation(model, case.inputs)
+        facts["result"] = result_of(model, case.inputs)
+        facts |= evaluation(model, case.inputs, row.facts["steps"]["build"]["refused"])
     with row.step("copy") as facts:
         facts |= copies(model, case.inputs, folder / "fresh.pt")
     if not exports:
@@ -155,12 +157,12 @@ def counts(model: nn.Module) -> dict[str, Any]:
             isinstance(module, QuantLayer) and not any(not part or name.startswith(f"{part}.") for part in parts)
             for name, module in model.named_modules()
         ),
-        "whole": isinstance(model, fx.GraphModule),
+        "whole": "" in parts,
         "left_in_float": {why: {"count": len(names), "first": names[0]} for why, names in reasons.items()},
     }
 
 
-def work_facts(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
+def work_facts(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     """The share of integer work, and the largest places in float with their reasons; first those without one."""
     work = integer_work(model, inputs)
     reasons = noted(model, LEFT_IN_FLOAT)
@@ -189,33 +191,35 @@ def reason_for(place: Place, reasons: dict[str, str], layers: Collection[str] = 
     return next((reasons[name] for name in around if name in reasons), None)
 
 
-def train_step(model: nn.Module, case: Case) -> dict[str, Any]:
-    """One step of SGD; which parameters of quantizers have no gradient, or one that is not finite."""
+def train(model: nn.Module, case: Case) -> dict[str, Any]:
+    """Some steps of SGD; which parameters of quantizers had no gradient in one of them, or one that is not finite."""
     model.train()
-    if case.targets is None:
-        output = model(*case.inputs)
-        loss = sum(leaf.square().mean() for leaf in tree_leaves(output) if _is_float(leaf))
-    else:
-        loss = sum(tree_leaves(model(*case.inputs, case.targets)))
-    assert isinstance(loss, Tensor)
-    loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    untrained = tuple(f"{name}." for name in case.untrained)
     learned = {
-        f"{path}.{name}": parameter.grad
+        f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if isinstance(module, Quantizer)
+        if isinstance(module, Quantizer) and not path.startswith(untrained)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad
     }
-    missing = [name for name, gradient in learned.items() if gradient is None]
-    broken = [name for name, gradient in learned.items() if gradient is not None and not gradient.isfinite().all()]
-    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    broken += [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    missing, broken, losses = dict[str, None](), dict[str, None](), list[float]()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = case.loss(model)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        missing |= dict.fromkeys(name for name, parameter in learned.items() if parameter.grad is None)
+        broken |= _not_finite({name: parameter.grad for name, parameter in learned.items()})
+        optimizer.step()
+    broken |= _not_finite(dict(model.named_parameters()))
     facts: dict[str, Any] = {
-        "loss": float(loss.detach()),
+        "losses": losses,
         "quantizer_parameters": len(learned),
-        "without_gradient": missing,
-        "not_finite": broken,
-        "ok": not missing and not broken and bool(loss.isfinite()),
+        "untrained": list(case.untrained),
+        "without_gradient": list(missing),
+        "not_finite": list(broken),
+        "ok": not missing and not broken and all(map(math.isfinite, losses)),
     }
     if not facts["ok"]:
         first = next(iter([*broken, *missing]), "the loss")
@@ -226,8 +230,13 @@ def train_step(model: nn.Module, case: Case) -> dict[str, Any]:
     return facts
 
 
+def _not_finite(tensors: dict[str, Tensor | None]) -> dict[str, None]:
+    """The names of those that hold infinity or NaN."""
+    return dict.fromkeys(name for name, x in tensors.items() if x is not None and not x.isfinite().all())
+
+
 def export(
-    model: nn.Module, inputs: tuple[Any, ...], folder: Path, files: list[tuple[Part, Path]], facts: dict[str, Any]
+    model: nn.Module, inputs: Inputs, folder: Path, files: list[tuple[Part, Path]], facts: dict[str, Any]
 ) -> None:
     """Export every part; `files` gets those that went well, the facts name the first that did not."""
     parts = parts_of(model, inputs)
@@ -255,10 +264,6 @@ def reason(error: BaseException) -> str:
     text = COLOURS.sub("", str(error)).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0]}".replace(str(Path.cwd()), ".")[:LONGEST_REASON]
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def main() -> None:

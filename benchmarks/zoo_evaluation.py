@@ -5,14 +5,16 @@ for float operations behind the last integers (docs/reliability.md).
 """
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from qat.contexts import evaluating
+from qat.inputs import Inputs, call_model, copied
 
 LARGEST_GAP = 1e-5
 """How far an answer may be off, as a share of its largest value."""
@@ -21,54 +23,80 @@ MORE = 32
 """Pixels by which another size is larger; every network here halves at most five times."""
 
 
-def evaluation(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """Answers without gradients against those with them: the batch, another one, a larger one, another size.
-
-    A size or a batch that the model refuses with gradients too is named in `refused`, with the sentence.
-    """
+def batches_of(inputs: Inputs) -> dict[str, Inputs]:
+    """The batch, another one, a larger one, another size."""
     other = tree_map_only(Tensor, _like, inputs)
-    batches = {
+    return {
         "the batch": inputs,
         "another batch": other,
-        "a larger batch": _longer(inputs, other),
+        "a larger batch": tree_map(_longer, inputs, other, is_leaf=lambda node: isinstance(node, list)),
         "another size": tree_map_only(Tensor, _wider, inputs),
     }
+
+
+def refusals(model: nn.Module, inputs: Inputs) -> dict[str, str]:
+    """The batches that a float model refuses, with its sentences."""
+    refused: dict[str, str] = {}
+    for name, batch in batches_of(inputs).items():
+        try:
+            with torch.no_grad():
+                answers(model, batch)
+        except Exception as error:
+            refused[name] = _sentence(error)
+    return refused
+
+
+def evaluation(model: nn.Module, inputs: Inputs, refused_in_float: Collection[str] = ()) -> dict[str, Any]:
+    """Answers without gradients against those with them, for every batch.
+
+    A batch that the model refuses is named in `refused`, with the sentence; a fault if the float model takes it.
+    """
     gaps: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name, batch in batches.items():
+    for name, batch in batches_of(inputs).items():
         try:
             with torch.enable_grad():
-                expected = leaves(model(*_copies(batch)))
+                expected = answers(model, batch)
         except Exception as error:
-            if name in ("the batch", "another batch"):
-                raise
-            refused[name] = str(error).strip().splitlines()[0][:160]
+            refused[name] = _sentence(error)
             continue
         with torch.no_grad():
-            gaps[name] = _gap(expected, leaves(model(*_copies(batch))))
-    wrong = [name for name, gap in gaps.items() if not gap <= LARGEST_GAP]
+            gaps[name] = _gap(expected, answers(model, batch))
+    wrong = {name: f"off by {gap:.2g} of the largest value" for name, gap in gaps.items() if not gap <= LARGEST_GAP}
+    wrong |= {name: f"refused: {why}" for name, why in refused.items() if name not in refused_in_float}
     facts = {"gaps": gaps, "refused": refused, "ok": not wrong}
-    return facts | ({"reason": f"{wrong[0]}: off by {gaps[wrong[0]]:.2g} of the largest value"} if wrong else {})
+    return facts | ({"reason": ": ".join(next(iter(wrong.items())))} if wrong else {})
 
 
-def copies(model: nn.Module, inputs: tuple[Any, ...], fresh: Path) -> dict[str, Any]:
+def copies(model: nn.Module, inputs: Inputs, fresh: Path) -> dict[str, Any]:
     """The answers of a copy, a pickle, and a model that was pickled before calibration and takes the state dict."""
-    expected = leaves(model(*_copies(inputs)))
+    expected = answers(model, inputs)
     with torch.no_grad():
-        gaps = {"a copy": _gap(expected, leaves(copy.deepcopy(model)(*_copies(inputs))))}
+        gaps = {"a copy": _gap(expected, answers(copy.deepcopy(model), inputs))}
+    stored = fresh.with_name("stored.pt")
+    torch.save(model, stored)
+    gaps["a pickle"] = _gap(expected, answers(torch.load(stored, weights_only=False), inputs))
     again: nn.Module = torch.load(fresh, weights_only=False)
-    torch.save(model, fresh)
-    gaps["a pickle"] = _gap(expected, leaves(torch.load(fresh, weights_only=False)(*_copies(inputs))))
     again.load_state_dict(model.state_dict())
     with evaluating(again):
-        gaps["a state dict"] = _gap(expected, leaves(again(*_copies(inputs))))
+        gaps["a state dict"] = _gap(expected, answers(again, inputs))
     wrong = [name for name, gap in gaps.items() if not gap <= LARGEST_GAP]
     return {"gaps": gaps, "ok": not wrong} | ({"reason": f"{wrong[0]} answers otherwise"} if wrong else {})
 
 
-def leaves(answer: Any) -> list[Tensor]:
-    """The tensors of an answer."""
+def result_of(model: nn.Module, inputs: Inputs) -> str:
+    """The type of the model's result, with gradients: what `evaluation` finds without them is its own matter."""
+    return type(call_model(model, copied(inputs))).__name__
+
+
+def answers(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """The tensors of the answer to copies of the inputs: a model may write into what it is given."""
+    answer = call_model(model, copied(inputs))
     return [leaf.detach() for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+
+
+def _sentence(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
 
 
 def _gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -84,25 +112,21 @@ def _gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(gaps)
 
 
-def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs as tensors of their own: a model may write into what it is given."""
-    copied: tuple[Any, ...] = tree_map_only(Tensor, torch.clone, inputs)
-    return copied
-
-
 def _like(x: Tensor) -> Tensor:
     """Other values of the same kind."""
     return x.flip(-1) * 0.7 + 0.1 if x.is_floating_point() else x.flip(-1)
 
 
-def _longer(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Both batches as one: along the first axis, or as one list."""
-    return tuple([*a, *b] if isinstance(a, list) else torch.cat([a, b]) for a, b in zip(inputs, others, strict=True))
+def _longer(one: Any, other: Any) -> Any:
+    """An argument of both batches as one: along the first axis, or as one list."""
+    return [*one, *other] if isinstance(one, list) else torch.cat([one, other])
 
 
 def _wider(x: Tensor) -> Tensor:
-    """Images and clips that are higher and wider; rows are what they were."""
-    if x.dim() < 3 or not x.is_floating_point():
+    """Images and clips that are higher and wider; rows, such as of text and of sound, that are twice as long."""
+    if x.dim() == 2:
+        return torch.cat([x, x], dim=1)
+    if x.dim() < 2 or not x.is_floating_point():
         return x
     size = [side + MORE for side in x.shape[-2:]]
     frames = x if x.dim() == 4 else x.reshape(-1, 1, *x.shape[-2:])

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.zoo_libraries import NAMES, build_from
+from qat.contexts import first_calls
+from qat.inputs import Inputs, call_model, copied
 
 FAMILIES: dict[str, ModuleType] = {
     "classification": zoo,
@@ -57,18 +59,32 @@ class Case:
 
     Attributes:
         model: in evaluation mode, its BatchNorm statistics fit to inputs like these.
-        inputs: arguments of the model.
+        inputs: a tuple of arguments of the model, or a mapping of keyword arguments.
         targets: what a detection model wants besides in training, or None.
+        untrained: the modules that training does not run, or that no gradient reaches: YOLO's decoding of boxes, a
+            pooling whose result is dropped.
     """
 
     model: nn.Module
-    inputs: tuple[Any, ...]
+    inputs: Inputs
     targets: list[dict[str, Tensor]] | None = None
+    untrained: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> list[list[int]]:
         """The shape of every input tensor."""
         return [list(tensor.shape) for tensor in tree_leaves(self.inputs)]
+
+    @property
+    def training_inputs(self) -> Inputs:
+        """The inputs, with the targets where there are some."""
+        return self.inputs if self.targets is None else (*self.inputs, self.targets)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """The losses that a model returns for targets, or else the mean squares of its outputs, added up."""
+        found = tree_leaves(call_model(model, copied(self.training_inputs)))
+        leaves = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return torch.stack([leaf.square().mean() if self.targets is None else leaf for leaf in leaves]).sum()
 
 
 def names_of(family: str) -> list[str]:
@@ -105,9 +121,31 @@ def build(name: str, seed: int = 0) -> Case:
 
 def _fit(case: Case) -> Case:
     _enliven(case.model)
+    case.untrained = _untrained(case)
     _fit_norms(case)
     case.model.eval()
     return case
+
+
+def _untrained(case: Case) -> tuple[str, ...]:
+    names = {module: name for name, module in case.model.named_modules()}
+    ran, differentiable, reached = set[nn.Module](), set[nn.Module](), set[nn.Module]()
+
+    def follow(module: nn.Module, args: Any, answer: Any) -> None:
+        ran.add(module)
+        for leaf in tree_leaves(answer):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                differentiable.add(module)
+                leaf.register_hook(lambda gradient: reached.add(module))
+
+    handles = [module.register_forward_hook(follow) for module in names]
+    case.loss(case.model.train()).backward()
+    for handle in handles:
+        handle.remove()
+    case.model.zero_grad(set_to_none=True)
+    with torch.no_grad(), first_calls(names) as evaluated:
+        call_model(case.model.eval(), copied(case.inputs))
+    return tuple(names[each] for each in names if each in differentiable - reached or each in evaluated.keys() - ran)
 
 
 def _options(name: str, family: str) -> dict[str, Any]:
@@ -179,6 +217,6 @@ def _fit_norms(case: Case, passes: int = 2) -> None:
         norm.momentum = None  # the average of all passes
     case.model.train()
     for _ in range(passes):
-        case.model(*case.inputs, *(() if case.targets is None else (case.targets,)))
+        call_model(case.model, case.training_inputs)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from qat.contexts import evaluating
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.export.onnxruntime.verification import LayerComparison, LayerDifference
-from qat.inputs import call_model, moved_to
+from qat.inputs import Inputs, call_model
 from qat.preparation.parts import prepared_parts
 
 MOST_DIFFERING = 1e-3
@@ -35,20 +35,20 @@ class Part:
     Attributes:
         name: its path in the model; "" for the whole model.
         module: the prepared graph.
-        inputs: its positional arguments, defaults filled in.
+        inputs: the model's own for the whole model; of a part its positional arguments, defaults filled in.
     """
 
     name: str
     module: fx.GraphModule
-    inputs: tuple[Any, ...]
+    inputs: Inputs
 
 
-def parts_of(model: nn.Module, inputs: tuple[Any, ...]) -> list[Part]:
+def parts_of(model: nn.Module, inputs: Inputs) -> list[Part]:
     """The outermost prepared graphs that run, in the order in which they do, with the arguments of their first call."""
-    if isinstance(model, fx.GraphModule):
-        return [Part("", model, inputs)]
-    found: dict[str, Part] = {}
     parts = prepared_parts(model)
+    if "" in parts:
+        return [Part("", parts[""], inputs)]
+    found: dict[str, Part] = {}
     outermost = [name for name in parts if not any(name.startswith(f"{other}.") for other in parts)]
 
     def note(name: str, module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def parts_of(model: nn.Module, inputs: tuple[Any, ...]) -> list[Part]:
     ]
     try:
         with evaluating(model), torch.no_grad():
-            model(*inputs)
+            call_model(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -88,8 +88,7 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
     equal = compared = 0
     for part, path in files:
         prefix = f"{part.name}." if part.name else ""
-        x = part.inputs[0] if len(part.inputs) == 1 else part.inputs
-        differences, followed = LayerComparison(path, part.module).follow(x)
+        differences, followed = LayerComparison(path, part.module).follow(part.inputs)
         for layer in differences:
             layers.append(LayerDifference(prefix + layer.name, layer.elements, layer.differing, layer.largest))
         for ours, theirs in followed:
@@ -143,7 +142,7 @@ def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
     """
     theirs = run_session(open_session(path), part.inputs)
     with evaluating(part.module), torch.no_grad():
-        ours = output_tensors(call_model(part.module, moved_to(torch.device("cpu"), part.inputs)))
+        ours = output_tensors(call_model(part.module, part.inputs))
     if [list(one.shape) for one in ours] != [list(other.shape) for other in theirs]:
         raise ValueError(
             f"{part.name or 'the model'}: outputs {[list(one.shape) for one in ours]}, and its file has"

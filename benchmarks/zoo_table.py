@@ -7,11 +7,12 @@ from typing import Any
 from benchmarks.zoo_models import FAMILIES
 
 RESULTS = Path(__file__).resolve().parent / "results" / "zoo.jsonl"
-BEFORE: dict[str, dict[str, int]] = {
-    "transformers": {"in parts": 4, "refused": 2},
-    "timm": {"whole": 8, "in parts": 16},
+BEFORE: dict[str, tuple[str, dict[str, int]]] = {
+    "timm": ("96122f6", {"whole": 8, "in parts": 16}),
+    "transformers": ("e16e785", {"whole": 3, "in parts": 11, "refused": 2}),
+    "ultralytics": ("e16e785", {"in parts": 3}),
 }
-"""How `prepare` took the same models before (96122f6); those in parts were refused by `export_onnx` as one file."""
+"""How `prepare` took these models at an earlier commit; those in parts are refused by `export_onnx` as one file."""
 
 STEPS = ("build", "prepare", "work", "calibrate", "train", "evaluate", "copy", "export", "runtime")
 ENOUGH = 0.99
@@ -63,22 +64,26 @@ def library_table(library: str, results: Path | None = None) -> str:
     rows = kept(results or results_of(library))
     counts = {"whole": 0, "in parts": 0, "refused": 0}
     lines = [
-        f"| model of {library} | as | parameters | quantized layers | integer work | a step | evaluation | ONNX Runtime"
-        " | verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| model of {library} | as | prepare | parameters | quantized layers | integer work | steps | evaluation"
+        " | ONNX Runtime | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         prepared = row["steps"].get("prepare", {})
         kind = "refused" if not prepared.get("ok") else "whole" if prepared["whole"] else "in parts"
         counts[kind] += 1
-        name, size, _, layers, work, step, evaluated, _, runtime, said = _cells(row)
-        cells = (name.rpartition("/")[2], kind, size, layers, work, step, evaluated, runtime, said)
+        given, returned = (row["steps"].get(step, {}).get("result") for step in ("build", "evaluate"))
+        kind += f", returns {returned} for {given}" if returned != given and returned else ""
+        took = f"{prepared['seconds']:.1f} s" if "seconds" in prepared else ""
+        name, size, _, layers, work, train, evaluated, _, runtime, said = _cells(row)
+        cells = (name.rpartition("/")[2], kind, took, size, layers, work, train, evaluated, runtime, said)
         lines.append(f"| {' | '.join(cells)} |")
     now = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    before = ", ".join(f"{count} {kind}" for kind, count in BEFORE[library].items())
+    commit, earlier = BEFORE[library]
+    before = ", ".join(f"{count} {kind}" for kind, count in earlier.items())
     return (
         "\n".join(lines)
-        + f"\n\nNow: {now}. Before the models of this page were looked at (96122f6): {before}.\n"
+        + f"\n\nNow: {now}. Before ({commit}, {sum(earlier.values())} models): {before}.\n"
         + _conditions(rows)
     )
 
@@ -86,7 +91,7 @@ def library_table(library: str, results: Path | None = None) -> str:
 def models_table(results: Path = RESULTS) -> str:
     """One line a model."""
     lines = [
-        "| model | parameters | input | quantized layers | integer work | a step | evaluation | export | ONNX Runtime"
+        "| model | parameters | input | quantized layers | integer work | steps | evaluation | export | ONNX Runtime"
         " | verdict |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -129,7 +134,7 @@ def _evaluated(step: dict[str, Any] | None) -> str:
     """How near answers without gradients are to those with them, and which batches the model refuses either way."""
     if step is None or "gaps" not in step:
         return _passed(step)
-    gap, refused = max(step["gaps"].values()), "; ".join(f"{name} refused" for name in step["refused"])
+    gap, refused = max(step["gaps"].values(), default=0.0), "; ".join(f"{name} refused" for name in step["refused"])
     return f"{f'off by {gap:.0e}' if gap else 'equal'}{f' ({refused})' if refused else ''}"
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from benchmarks import zoo_case
+from benchmarks import zoo_case, zoo_models
 from benchmarks.work import Place
 from benchmarks.zoo import Bounds, Child, chosen, keep
+from benchmarks.zoo_evaluation import evaluation, refusals
 from benchmarks.zoo_models import FAMILIES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, beyond, gap, parts_of, same_largest
 from benchmarks.zoo_table import families_table, kept, library_table, models_table, verdict
@@ -35,9 +36,17 @@ class Small(nn.Module):
         return self.fc(self.norm(self.conv(x)).relu().mean((2, 3)))
 
 
+class ByName(Small):
+    """The same model, called and answering as those of transformers do."""
+
+    def forward(self, pixel_values: Tensor | None = None, labels: Tensor | None = None) -> dict[str, Tensor | None]:
+        return {"loss": labels, "logits": super().forward(pixel_values)}
+
+
 def case_of(model: nn.Module) -> Case:
     torch.manual_seed(0)
-    return Case(model.eval(), (torch.randn(2, 3, 8, 8),))
+    images = torch.randn(2, 3, 8, 8)
+    return Case(model.eval(), {"pixel_values": images} if isinstance(model, ByName) else (images,))
 
 
 def test_all_names_of_torchvision_are_in_one_family() -> None:
@@ -61,8 +70,9 @@ def test_outputs_of_the_float_models_are_alive(name: str) -> None:
     assert torch.equal(build(name).inputs[0], case.inputs[0]), "the seed decides"
 
 
-def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(Small()))
+@pytest.mark.parametrize("kind", [Small, ByName])
+def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]) -> None:
+    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(kind()))
     row = zoo_case.measure("resnet18", tmp_path / "row.json")
     assert json.loads((tmp_path / "row.json").read_text()) == row
     assert verdict(row) == "green", verdict(row)
@@ -70,10 +80,12 @@ def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(steps) == ["build", "prepare", "work", "calibrate", "train", "evaluate", "copy", "export", "runtime"]
     assert row["parameters"] == sum(p.numel() for p in Small().parameters()) and row["inputs"] == [[2, 3, 8, 8]]
     assert steps["prepare"]["quantized_layers"] == 2 and steps["prepare"]["left_in_float"] == {}
-    assert steps["prepare"]["outside_graphs"] == 0
+    assert steps["prepare"]["outside_graphs"] == 0 and steps["prepare"]["whole"]
     assert steps["work"]["macs"] == 2 * (8 * 36 * 27 + 8 * 5) and steps["work"]["share"] == 1.0
     assert steps["train"]["quantizer_parameters"] >= 5 and steps["train"]["without_gradient"] == []
+    assert len(steps["train"]["losses"]) == 3 and len(set(steps["train"]["losses"])) == 3, "steps change the model"
     assert steps["evaluate"]["refused"] == {} and set(steps["evaluate"]["gaps"].values()) == {0.0}
+    assert steps["build"]["result"] == steps["evaluate"]["result"] == ("dict" if kind is ByName else "Tensor")
     assert list(steps["evaluate"]["gaps"]) == ["the batch", "another batch", "a larger batch", "another size"]
     assert steps["copy"]["gaps"] == {"a copy": 0.0, "a pickle": 0.0, "a state dict": 0.0}
     assert steps["export"]["parts"] == 1 and steps["export"]["bytes"] > 0
@@ -103,10 +115,34 @@ def calibrated() -> tuple[nn.Module, Tensor]:
 def test_a_quantizer_without_a_gradient_is_named() -> None:
     model, x = calibrated()
     model.conv_quantizer = Detached(model.conv_quantizer)
-    facts = zoo_case.train_step(model, Case(model, (x,)))
+    facts = zoo_case.train(model, Case(model, (x,)))
     assert not facts["ok"] and facts["not_finite"] == []
     assert "conv.weight_quantizer.scale" in facts["without_gradient"]
     assert "fc.weight_quantizer.scale" not in facts["without_gradient"]
+
+
+class Idle(Small):
+    """A classifier that only evaluation runs, behind a layer whose result reaches no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.norm(self.conv(x)).relu().mean((2, 3))
+        features = features + self.dropped(features).detach()
+        return features if self.training else self.fc(features)
+
+
+def test_nothing_trains_where_the_float_model_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_models, "build_from", lambda library, name: (Idle(), (torch.randn(2, 3, 8, 8),)))
+    case = build("timm/resnet18")
+    assert case.untrained == ("fc", "dropped") and not case.model.training
+    model = qat.prepare(case.model, example_inputs=case.inputs)
+    qat.calibrate(model, [(case.inputs,)])
+    assert zoo_case.train(model, case)["ok"]
+    missing = zoo_case.train(model, Case(model, case.inputs))["without_gradient"]
+    assert {"fc.weight_quantizer.scale", "dropped.weight_quantizer.scale"} <= set(missing)
 
 
 class Detached(nn.Module):
@@ -122,9 +158,31 @@ class Detached(nn.Module):
 
 def test_values_that_are_not_finite_are_named() -> None:
     model, x = calibrated()
-    facts = zoo_case.train_step(model, Case(model, (x.fill_(float("nan")),)))
+    facts = zoo_case.train(model, Case(model, (x.fill_(float("nan")),)))
     assert not facts["ok"] and "fc.weight_quantizer.scale" in facts["not_finite"]
     assert facts["reason"].startswith("0 of ") and " values not finite; first " in facts["reason"]
+
+
+class ForTwo(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).reshape(2, 5)
+
+
+def test_a_batch_may_be_refused_if_the_float_model_refuses_it() -> None:
+    case = case_of(ForTwo())
+    refused = refusals(case.model, case.inputs)
+    assert list(refused) == ["a larger batch"] and "invalid for input of size 20" in refused["a larger batch"]
+    facts = evaluation(case.model, case.inputs, refused)
+    assert facts["ok"] and facts["refused"] == refused and len(facts["gaps"]) == 3
+    assert evaluation(case.model, case.inputs)["reason"] == f"a larger batch: refused: {refused['a larger batch']}"
+
+
+def test_a_model_that_cannot_be_stored_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Small()
+    model.fc.register_forward_hook(lambda *given: None)  # such as transformers leaves on its modules
+    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(model))
+    row = zoo_case.measure("resnet18", tmp_path / "row.json", exports=False)
+    assert verdict(row).startswith("copy: ") and "pickle" in verdict(row), verdict(row)
 
 
 def test_a_reason_is_one_line_without_colours_and_paths() -> None:
@@ -273,23 +331,26 @@ def test_parts_are_found_and_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "kind"),
+    ("prepare", "evaluate", "kind"),
     [
-        ({"ok": True, "whole": True}, "whole"),
-        ({"ok": True, "whole": False}, "in parts"),
-        ({"ok": False, "reason": "no"}, "refused"),
+        ({"ok": True, "whole": True, "seconds": 1.25}, {"result": "dict"}, "whole, returns dict for Output | 1.2 s"),
+        ({"ok": True, "whole": False, "seconds": 70}, {"result": "Output"}, "in parts | 70.0 s"),
+        ({"ok": False, "reason": "no", "seconds": 0.5}, {}, "refused | 0.5 s"),
     ],
 )
-def test_a_library_s_table_counts_how_its_models_go(tmp_path: Path, prepare: dict[str, Any], kind: str) -> None:
+def test_a_library_s_table_counts_how_its_models_go(
+    tmp_path: Path, prepare: dict[str, Any], evaluate: dict[str, Any], kind: str
+) -> None:
     row = {
         "name": "timm/resnet18",
         "family": "timm",
-        "steps": {"build": {"ok": True}, "prepare": prepare},
+        "steps": {"build": {"ok": True, "result": "Output"}, "prepare": prepare, "evaluate": {"ok": True} | evaluate},
         "seconds": 1,
     }
     keep(row, tmp_path / "zoo_timm.jsonl")
     table = library_table("timm", tmp_path / "zoo_timm.jsonl")
-    assert f"| resnet18 | {kind} |" in table and f" 1 {kind}" in table.split("Now:")[1].split(". Before")[0]
+    counted = f" 1 {kind.partition(' |')[0].partition(',')[0]}"
+    assert f"| resnet18 | {kind} |" in table and counted in table.split("Now:")[1].split(". Before")[0]
 
 
 def test_names_of_other_libraries_are_chosen_by_library() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qat
-from benchmarks.zoo_case import train_step
+from benchmarks.zoo_case import train
 from benchmarks.zoo_evaluation import copies, evaluation
 from benchmarks.zoo_models import build
 
@@ -28,7 +28,7 @@ def test_the_first_things_work(name: str, tmp_path: Path) -> None:
     model: nn.Module = qat.prepare(case.model, example_inputs=case.inputs)
     torch.save(model, tmp_path / "fresh.pt")
     qat.calibrate(model, [(case.inputs,)])
-    assert train_step(model, case)["ok"]
+    assert train(model, case)["ok"]
     model.zero_grad(set_to_none=True)
     facts = evaluation(model.eval(), case.inputs)
     assert facts["ok"] and "another batch" in facts["gaps"], facts
