@@ -58,19 +58,13 @@ def call_with(model: nn.Module, examples: Examples) -> Any:
 
 def call_given(model: nn.Module, examples: Examples) -> Any:
     """The model's answer to arguments by name, passed by position where possible, since hooks look there."""
-    given, args, kwargs = dict(examples), list[Any](), dict[str, Any]()
-    by_position = True
+    given, args = dict(examples), list[Any]()
     for parameter in inspect.signature(model.forward).parameters.values():
-        name = parameter.name
-        if parameter.kind is parameter.VAR_KEYWORD:
-            kwargs |= given.pop(name, {})
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            args += given.pop(name, ())
-        elif by_position and name in given and parameter.kind is not parameter.KEYWORD_ONLY:
-            args.append(given.pop(name))
-        else:
-            by_position = False
-    return model(*args, **given, **kwargs)
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in given:
+            break
+        one = given.pop(parameter.name)
+        args += one if parameter.kind is parameter.VAR_POSITIONAL else [one]
+    return model(*args, **given)
 
 
 def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Examples:
@@ -82,8 +76,13 @@ def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Exampl
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:
-    """Arguments by the names that forward gives them; a TypeError if it does not take them."""
-    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    """Arguments by name, those of **kwargs by their own; a TypeError if forward does not take them."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    found = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(parameter.name, {})
+    return found
 
 
 def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterable[Batch]:

@@ -89,8 +89,7 @@ class _Noting(fx.Interpreter):
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """An argument of forward."""
-        nothing = args[0] if args else {} if target.startswith("**") else () if target.startswith("*") else None
-        return self.examples.get(target.lstrip("*"), nothing)
+        return self.examples.get(target.lstrip("*"), args[0] if args else None)
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value."""

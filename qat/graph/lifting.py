@@ -18,6 +18,9 @@ from qat.graph.sizes import expect_default, expect_sizes
 from qat.inputs import Examples
 from qat.torch_internals import GRAPH_CONSTANT, buffers_of, pytree
 
+OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""Kinds of parameters that take any number of arguments."""
+
 FIXED = (int, float, complex, str, bool, type(None), torch.dtype, torch.device)
 
 
@@ -129,21 +132,19 @@ class Lifter:
         return self.graph.call_function(kind, args, kwargs)
 
     def _inputs(self, inputs: list[Any], examples: Examples, packing: dict[str, Any], conditions: Any) -> None:
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        defaults: dict[str, Any] = {each.name: each.default for each in parameters if each.kind not in OPEN or each.name in examples}
+        stars = {each.name: "*" for each in parameters if each.kind is each.VAR_POSITIONAL and each.name in examples}
         places: dict[str, fx.Node] = {}
         optional = False
-        parameters = list(inspect.signature(self.model.forward).parameters.values())
-        for parameter in parameters:
-            star = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
-            optional = not star and (optional or parameter.default is not parameter.empty)
-            default = None if parameter.default is parameter.empty else parameter.default
-            places[parameter.name] = self.graph.placeholder(star + parameter.name, None, *[default] * optional)
-        for parameter in parameters:
-            given = examples.get(parameter.name, parameter.default)
-            starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if parameter.name not in examples and starred:
-                given = () if parameter.kind is parameter.VAR_POSITIONAL else {}
-            if not any(True for _ in ways(packing.get(parameter.name))):
-                self.graph.call_function(expect_default, (places[parameter.name], given, parameter.name))
+        for name in [*defaults, *(name for name in examples if name not in defaults)]:
+            default = defaults.get(name)
+            optional = name not in stars and (optional or default is not inspect.Parameter.empty)
+            standard = [None if default is inspect.Parameter.empty else default] * optional
+            places[name] = self.graph.placeholder(stars.get(name, "") + name, None, *standard)
+        for name, place in places.items():
+            if not any(True for _ in ways(packing.get(name))):
+                self.graph.call_function(expect_default, (place, examples.get(name, defaults.get(name)), name))
         read = []
         for name, value in packing.items():
             for number, way in ways(value):

@@ -47,3 +47,7 @@ def expect_default(value: Any, default: Any, name: str) -> None:
             f"the model was prepared for its argument {name!r} being {default!r}; to use another, prepare it with"
             " example_inputs that contain one"
         )
+
+
+EXPECTATIONS = (expect_sizes, expect_default)
+"""Functions that check the inputs, at the beginning of a graph."""

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from qat.graph.in_place import drop_unread, written_by
 from qat.graph.modes import evaluation_only
 from qat.graph.nodes import fixed_nodes, submodule_of
+from qat.graph.sizes import expect_default
 from qat.integers.movement import asks_for_shape, rests
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
@@ -32,9 +33,20 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
             _drop_resting(part)
             drop_unread(part.graph, part)
             _drop_sized(part)
+            if part is evaluated:
+                _drop_defaults(part.graph)
             _fold(part, fold_quantizers)
             part.recompile()
     return evaluated
+
+
+def _drop_defaults(graph: fx.Graph) -> None:
+    """Remove the arguments that are always left out, so that those that are given are a file's inputs."""
+    for node in graph.find_nodes(op="placeholder"):
+        if node.args and all(user.target is expect_default for user in node.users):
+            for user in list(node.users):
+                graph.erase_node(user)
+            graph.erase_node(node)
 
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:

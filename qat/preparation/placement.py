@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from qat.graph.in_place import Memory, written_by
 from qat.graph.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
-from qat.graph.sizes import expect_default
+from qat.graph.sizes import EXPECTATIONS
 from qat.inputs import model_device
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
@@ -254,11 +254,12 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
     last = max([order[node], *(change for change in changes if change < first)])
     until = min([change for change in changes if change > last], default=len(order))
     place = placement.nodes[last]
-    while node.op == "placeholder" and (place.next.op == "placeholder" or place.next.target is expect_default):
+    while node.op == "placeholder" and (place.next.op == "placeholder" or place.next.target in EXPECTATIONS):
         place = place.next  # inputs and their guards come first when a pickled graph is recorded again
     with graph_module.graph.inserting_after(place):
         quantized = graph_module.graph.call_module(name, (node,))
-    for user in [user for user in node.users if last < order.get(user, -1) < until and user not in writers]:
+    reading = [user for user in node.users if user not in writers and user.target not in EXPECTATIONS]
+    for user in [user for user in reading if last < order.get(user, -1) < until]:
         user.replace_input_with(node, quantized)
 
 
