@@ -17,6 +17,7 @@ from qat.graph.patches import tracing_alone, without_fast_path
 from qat.graph.randomness import python_state, seeded
 from qat.graph.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
 from qat.inputs import Examples, call_with, copied
+from qat.text import first_line
 from qat.torch_internals import (
     buffers_of,
     children_of,
@@ -122,8 +123,11 @@ def check_answer(model: nn.Module, examples: Examples, graph: fx.Graph, draws: b
             "forward of %s writes %s, which a prepared model does not keep: let it return what others read of it",
             type(model).__name__, ", ".join(lost),
         )  # fmt: skip
-    with seeded(1), torch.no_grad(), restoring_state(model), _called_in_evaluation(model, graph):
-        answer = _Noting(model, graph, examples).run()
+    try:
+        with seeded(1), torch.no_grad(), restoring_state(model), _called_in_evaluation(model, graph):
+            answer = _Noting(model, graph, examples).run()
+    except Exception as error:
+        raise UntraceableError(f"its graph does not run: {first_line(error)}") from error
     if not _are_same(answer, expected):
         raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
 

@@ -3,7 +3,8 @@
 import copy
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
 from qat.graph.lifting import Lifter, packed, unpacked
 from qat.graph.patches import torch_as_captured
 from qat.graph.side_effects import UntraceableError
+from qat.graph.sizes import first_broken
 from qat.inputs import Examples, call_given, copied
 from qat.text import first_line
 from qat.torch_internals import depends_on_values, size_conditions, sizes_from_zero
@@ -34,6 +36,11 @@ GRADIENTS = frozenset((
     "register_hook", "register_post_accumulate_grad_hook",
 ))  # fmt: skip
 """Attributes and methods of a tensor that concern its gradients. A graph keeps none of them."""
+
+
+ATTENTION = F.scaled_dot_product_attention
+
+BY_VALUES = "the way through it depends on the values of a tensor ({}); torch.where(condition, a, b) takes both ways"
 
 
 class OutOfPatienceError(Exception):
@@ -66,25 +73,46 @@ class Watching(TorchFunctionMode):
         """Run a function of torch."""
         if time.monotonic() > self.until:
             raise OutOfPatienceError
-        if function is F.scaled_dot_product_attention:
+        if asked := _gradients_asked(function):
+            raise UntraceableError(
+                f"forward asks a tensor for {asked} ({place_of(_frames())}), which a graph does not keep"
+            )
+        if function is ATTENTION:
             return scaled_dot_product_attention(*args, **(kwargs or {}))
         try:
             return function(*args, **(kwargs or {}))
         except Exception as error:
-            if depends_on_values(error):
-                raise UntraceableError(
-                    f"the way through it depends on the values of a tensor ({_place()}); torch.where(condition, a, b)"
-                    " takes both ways"
-                ) from error
+            if depends_on_values(error):  # here, since torch.export prints its whole graph for it
+                raise UntraceableError(BY_VALUES.format(place_of(_frames()))) from error
             raise
 
 
-def _place() -> str:
-    """File and line of the code outside of torch and this package that runs."""
-    frame: Any = sys._getframe()
-    while frame.f_globals.get("__name__", "").startswith(("torch.", "qat.")):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+def _gradients_asked(function: Any) -> str | None:
+    """What code outside of torch asks of a tensor's gradients, if a function is that."""
+    name = (
+        getattr(getattr(function, "__self__", None), "__name__", "")
+        if function.__name__ == "__get__"
+        else function.__name__
+    )
+    if name not in GRADIENTS or running:
+        return None
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return None if caller.startswith("torch.") else name
+
+
+def _frames() -> Iterator[tuple[Any, int]]:
+    """The frames that run, innermost first, with their lines."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def place_of(frames: Iterable[tuple[Any, int]]) -> str:
+    """File and line of the first frame outside of torch and this package."""
+    outside = (each for each in frames if not str(each[0].f_globals.get("__name__", "")).startswith(("torch.", "qat.")))
+    frame, line = next(outside)
+    return f"{Path(frame.f_code.co_filename).name}, line {line}"
 
 
 def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -108,22 +136,28 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tu
     leaves: list[Any] = []
     packing = {name: packed(value, leaves) for name, value in examples.items()}
     first: Exception | None = None
+    kind = type(model).__name__
     for free, given in attempts(leaves):
         if free not in allowed:
             continue
         try:
-            return _attempt(model, examples, packing, given, free), free
+            return _attempt(model, examples, packing, leaves, given, free), free
         except OutOfPatienceError:
             continue
         except Exception as error:
+            if depends_on_values(error):
+                place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+                raise UntraceableError(f"{kind} cannot be captured: {BY_VALUES.format(place)}") from error
+            if isinstance(error, UntraceableError):
+                raise UntraceableError(f"{kind} cannot be captured: {error}") from error
             first = first or error
-            if depends_on_values(error) or isinstance(error, UntraceableError):
-                break
     assert first is not None
-    raise UntraceableError(f"torch.export cannot capture {type(model).__name__}: {first_line(first)}") from first
+    raise UntraceableError(f"torch.export cannot capture {kind}: {first_line(first)}") from first
 
 
-def _attempt(model: nn.Module, examples: Examples, packing: Any, given: list[Any], free: str) -> fx.Graph:
+def _attempt(
+    model: nn.Module, examples: Examples, packing: Any, leaves: list[Any], given: list[Any], free: str
+) -> fx.Graph:
     shared = {id(parameter): parameter for parameter in model.parameters()}
     results: list[Any] = []
     outer = Outer(copy.deepcopy(model, shared), packing, results)
@@ -134,6 +168,8 @@ def _attempt(model: nn.Module, examples: Examples, packing: Any, given: list[Any
         exported = exported_program(outer, copied(given), free)
         recorded: list[LeafCall] = [*calls]
     conditions = size_conditions(exported, len(given))
+    if broken := first_broken(conditions, leaves):  # a loop over the samples takes as many as there were
+        raise RuntimeError(f"it takes for granted that {broken}")
     return Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])
 
 

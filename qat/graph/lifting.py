@@ -133,7 +133,9 @@ class Lifter:
 
     def _inputs(self, inputs: list[Any], examples: Examples, packing: dict[str, Any], conditions: Any) -> None:
         parameters = inspect.signature(self.model.forward).parameters.values()
-        defaults: dict[str, Any] = {each.name: each.default for each in parameters if each.kind not in OPEN or each.name in examples}
+        defaults: dict[str, Any] = {
+            each.name: each.default for each in parameters if each.kind not in OPEN or each.name in examples
+        }
         stars = {each.name: "*" for each in parameters if each.kind is each.VAR_POSITIONAL and each.name in examples}
         places: dict[str, fx.Node] = {}
         optional = False

@@ -1,7 +1,7 @@
 """What a captured graph takes for granted of its inputs; each call checks it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,14 @@ def _checker(conditions: tuple[str, ...]) -> Callable[[list[Any]], bool]:
     return size_checker(f"({' and '.join(f'({each})' for each in conditions)})")
 
 
+def first_broken(conditions: Sequence[str], tensors: list[Tensor]) -> str | None:
+    """The first condition that the shapes of these tensors do not meet; None if they meet all."""
+    shapes = [tuple(x.shape) for x in tensors]
+    if not conditions or _checker(tuple(conditions))(shapes):
+        return None
+    return next((each for each in conditions if not _checker((each,))(shapes)), None)
+
+
 @has_side_effect
 def expect_sizes(tensors: list[Tensor], names: tuple[str, ...], conditions: tuple[str, ...]) -> None:
     """Raise a ValueError if sizes do not meet the conditions under which the graph is the model.
@@ -25,14 +33,12 @@ def expect_sizes(tensors: list[Tensor], names: tuple[str, ...], conditions: tupl
         names: what forward calls them.
         conditions: Python expressions of `s[number of the tensor][axis]`.
     """
-    shapes = [tuple(x.shape) for x in tensors]
-    if torch.compiler.is_compiling() or _checker(conditions)(shapes):
+    if torch.compiler.is_compiling() or (broken := first_broken(conditions, tensors)) is None:
         return
-    broken = next(each for each in conditions if not _checker((each,))(shapes))
     inside = [number for number in range(len(names)) if f"s[{number}]" in broken]
     for number in inside:
         broken = broken.replace(f"s[{number}]", f"{names[number]}.shape")
-    given = ", ".join(f"{names[number]} has the shape {shapes[number]}" for number in inside)
+    given = ", ".join(f"{names[number]} has the shape {tuple(tensors[number].shape)}" for number in inside)
     raise ValueError(
         f"the model was prepared for inputs with {broken}, as its example_inputs have, and {given}; prepare the model"
         " again with inputs of this size"
