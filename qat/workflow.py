@@ -4,8 +4,9 @@ Only this file knows both graphs of a prepared model: the plain one, and the one
 """
 
 import copy
+import pickle
 from contextlib import ExitStack
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -19,9 +20,9 @@ from qat.inputs import Examples, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, is_composite
 from qat.preparation.parts import prepare_graph, prepare_parts
-from qat.preparation.prepared_graph import Block, PreparedGraph, keep_attributes
+from qat.preparation.prepared_graph import Block, PreparedGraph, keep_attributes, plain_attributes
 from qat.preparation.refusals import check_float_model
-from qat.preparation.replacements import log, scalar_attributes
+from qat.preparation.replacements import log
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
@@ -112,7 +113,7 @@ def prepare(
         check_patterns(recipe, layers, model)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-        _keep_scalar_attributes(prepared, model)
+        _keep_attributes(prepared, root)
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
@@ -134,15 +135,25 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
         twin.training = module.training
 
 
-def _keep_scalar_attributes(prepared: nn.Module, model: nn.Module) -> None:
-    """Copy the scalar attributes of the model and its blocks: other code may read them, and changes are logged."""
+def _keep_attributes(prepared: nn.Module, model: nn.Module) -> None:
+    """Keep the attributes of the model and its blocks, and the methods of their classes: other code may want them."""
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
         twin = parts.get(name)
         if isinstance(twin, Block):
-            keep_attributes(dict(scalar_attributes(module)), twin)
+            kept = {**plain_attributes(module), "float_class": type(module)}
+            keep_attributes({key: value for key, value in kept.items() if _is_storable(value)}, twin)
             if any(hooks_of(module)):
                 log.warning("prepare: the graph holds what hooks of %r computed, and they do not run again", name)
+
+
+def _is_storable(value: Any) -> bool:
+    """Whether a copy of it can be pickled, as the prepared model can be: no lambda, no local class, no open file."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever its class raises
+        return False
+    return True
 
 
 def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:

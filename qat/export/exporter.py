@@ -20,7 +20,7 @@ from qat.export.onnx.saving import as_json, save
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.inputs import Inputs, expect_model
-from qat.integers.evaluation import evaluation_copy
+from qat.integers.evaluation import drop_defaults, evaluation_copy
 from qat.integers.freezing import freeze, frozen_grids
 from qat.integers.frozen import FreezingError
 from qat.preparation.refusals import wrapped
@@ -121,6 +121,7 @@ def export_onnx(
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
     """The integers of a model as torch.onnx records them, by their names in the model."""
     evaluated = evaluation_copy(model)
+    drop_defaults(evaluated)
     rewrite_for_runtime(evaluated, operations)
     try:
         frozen = freeze(evaluated, operations)

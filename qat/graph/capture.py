@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qat.graph.exporting import export
+from qat.graph.exporting import Captured, export
 from qat.graph.in_place import Memory, drop_unread
 from qat.graph.nodes import FACTS, Facts
 from qat.graph.operators import PYTHONS
@@ -55,20 +55,20 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
             raise UntraceableError(f"{shown} carries backward hooks, which a graph does not keep")
 
 
-def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tuple[fx.Graph, str]:
-    """The model's graph in its present mode, and which of the `allowed` sizes are free.
+def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Captured:
+    """The model's graph in its present mode.
 
     Raises:
         UntraceableError: if it cannot be captured, or if the graph answers otherwise than the model.
     """
     with tracing_alone, seeded(0):
         before = python_state()
-        graph, free = export(model, examples, allowed)
+        captured = export(model, examples, allowed)
         draws = python_state() != before
-    drop_unread(graph, model)
-    _write_elsewhere(graph, model)
-    check_answer(model, examples, graph, draws)
-    return graph, free
+    drop_unread(captured.graph, model)
+    _write_elsewhere(captured.graph, model)
+    check_answer(model, examples, captured.graph, draws)
+    return captured
 
 
 def _write_elsewhere(graph: fx.Graph, model: nn.Module) -> None:
@@ -99,14 +99,19 @@ class _Noting(fx.Interpreter):
         return value
 
 
-def check_answer(model: nn.Module, examples: Examples, graph: fx.Graph, draws: bool = False) -> None:
+def check_answer(
+    model: nn.Module, examples: Examples, graph: fx.Graph, draws: bool = False, owner: nn.Module | None = None
+) -> None:
     """Note the facts of a graph's nodes, and refuse a graph that computes something else than the model.
 
-    Python code may count calls or draw numbers. The modules that the graph calls run in evaluation.
+    Python code may count calls or draw numbers. The modules that the graph calls, of the model or of an `owner` that
+    shares them, run in evaluation.
     """
 
+    owner = owner or model
+
     def run() -> Any:
-        with seeded(1), torch.no_grad(), without_fast_path(), _called_in_evaluation(model, graph):
+        with seeded(1), torch.no_grad(), without_fast_path(), _called_in_evaluation(owner, graph):
             before = python_state()
             answer = call_with(model, examples)
             return answer, python_state() != before
@@ -124,8 +129,8 @@ def check_answer(model: nn.Module, examples: Examples, graph: fx.Graph, draws: b
             type(model).__name__, ", ".join(lost),
         )  # fmt: skip
     try:
-        with seeded(1), torch.no_grad(), restoring_state(model), _called_in_evaluation(model, graph):
-            answer = _Noting(model, graph, examples).run()
+        with seeded(1), torch.no_grad(), restoring_state(model), _called_in_evaluation(owner, graph):
+            answer = _Noting(owner, graph, examples).run()
     except Exception as error:
         raise UntraceableError(f"its graph does not run: {first_line(error)}") from error
     if not _are_same(answer, expected):

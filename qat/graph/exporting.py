@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from qat.contexts import warnings_ignored
 from qat.graph.attention import scaled_dot_product_attention
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
 from qat.graph.lifting import Lifter, packed, unpacked
-from qat.graph.patches import torch_as_captured
+from qat.graph.patches import mode_is_asked, torch_as_captured
 from qat.graph.side_effects import UntraceableError
 from qat.graph.sizes import first_broken
 from qat.inputs import Examples, call_given, copied
@@ -41,6 +42,15 @@ GRADIENTS = frozenset((
 ATTENTION = F.scaled_dot_product_attention
 
 BY_VALUES = "the way through it depends on the values of a tensor ({}); torch.where(condition, a, b) takes both ways"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph of one mode, its free sizes ("all", those of the "batch", "none"), whether code asks for the mode."""
+
+    graph: fx.Graph
+    free: str
+    asks_mode: bool
 
 
 class OutOfPatienceError(Exception):
@@ -87,6 +97,11 @@ class Watching(TorchFunctionMode):
             raise
 
 
+def is_paused() -> bool:
+    """Whether a leaf runs, for the shapes of its results."""
+    return bool(running)
+
+
 def _gradients_asked(function: Any) -> str | None:
     """What code outside of torch asks of a tensor's gradients, if a function is that."""
     name = (
@@ -127,8 +142,8 @@ def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:
     yield "none", examples
 
 
-def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tuple[fx.Graph, str]:
-    """The graph of a model in its present mode, and which sizes are free: "all", those of the "batch", or "none".
+def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Captured:
+    """The graph of a model in its present mode, with as many free sizes as possible of those that are `allowed`.
 
     Raises:
         UntraceableError: if it cannot be captured; the message is that of the attempt that fixed least.
@@ -141,7 +156,7 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tu
         if free not in allowed:
             continue
         try:
-            return _attempt(model, examples, packing, leaves, given, free), free
+            return _attempt(model, examples, packing, leaves, given, free)
         except OutOfPatienceError:
             continue
         except Exception as error:
@@ -157,20 +172,23 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> tu
 
 def _attempt(
     model: nn.Module, examples: Examples, packing: Any, leaves: list[Any], given: list[Any], free: str
-) -> fx.Graph:
+) -> Captured:
     shared = {id(parameter): parameter for parameter in model.parameters()}
     results: list[Any] = []
     outer = Outer(copy.deepcopy(model, shared), packing, results)
     outer.training = model.training
     until = time.monotonic() + PATIENCE if free == "all" else float("inf")
-    captured = torch_as_captured(lambda: bool(running))
-    with captured, opaque_leaves(outer.model), Watching(until), warnings_ignored():
+    with (
+        torch_as_captured(is_paused), opaque_leaves(outer.model), mode_is_asked(is_paused) as asked, Watching(until),
+        warnings_ignored(),
+    ):  # fmt: skip
         exported = exported_program(outer, copied(given), free)
         recorded: list[LeafCall] = [*calls]
     conditions = size_conditions(exported, len(given))
     if broken := first_broken(conditions, leaves):  # a loop over the samples takes as many as there were
         raise RuntimeError(f"it takes for granted that {broken}")
-    return Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])
+    graph = Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])
+    return Captured(graph, free, bool(asked))
 
 
 def exported_program(outer: nn.Module, leaves: list[Any], free: str) -> ExportedProgram:

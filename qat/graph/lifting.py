@@ -103,6 +103,7 @@ class Lifter:
         self.env: dict[fx.Node, Any] = {}
         self.known: dict[fx.Node, Any] = {}
         self.attributes: dict[str, fx.Node] = {}
+        self.sizes: dict[str, tuple[fx.Node, int]] = {}  # the first input that has a size, and its axis
         self.first: fx.Node | None = None  # an input that is a tensor: new tensors are made on its device
         self.detached = False
 
@@ -162,6 +163,8 @@ class Lifter:
             if node is not None:
                 self.env[node] = source
                 self._describe(source, node)
+                for axis, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+                    self.sizes.setdefault(str(size), (source, axis))
             self.first = self.first or source
         if conditions:
             tensors = [source for _, source, _ in sorted(read, key=lambda each: each[0])]
@@ -240,6 +243,8 @@ class Lifter:
 
     def _call_operator(self, node: fx.Node) -> None:
         args, kwargs = self._value(node.args), dict(self._value(dict(node.kwargs)))
+        if node.target is torch.ops.aten.sym_size.int:  # of labels, maybe, which a call may leave out
+            args = self.sizes.get(str(node.meta["val"]), args)
         if kwargs.get("device") is not None and self.first is not None:
             kwargs["device"] = self.graph.call_function(getattr, (self.first, "device"))
         operation, target, args, kwargs = called(node, args, kwargs)

@@ -4,6 +4,7 @@ Tracing reads `self.training` once, so the model is traced in both modes. Nodes 
 trace are added, and `ByMode` picks the outputs at every call.
 """
 
+import contextlib
 import copy
 import operator
 from typing import Any, TypeVar
@@ -13,8 +14,10 @@ from torch import fx, nn
 
 from qat.contexts import evaluating
 from qat.graph.capture import check_answer, check_modules, graph_of, log
+from qat.graph.exporting import Captured
 from qat.graph.in_place import written_by
 from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
+from qat.graph.optional import ByMode, leave_out
 from qat.graph.side_effects import UntraceableError
 from qat.inputs import Examples
 from qat.text import first_line
@@ -28,14 +31,6 @@ DROPOUT = ("input", "p", "training", "inplace")
 ARGUMENTS = ("input", *TENSORS, "training", "momentum", "eps")
 
 
-class ByMode(nn.Module):
-    """Returns the first of two values in training, the second in evaluation."""
-
-    def forward(self, training: Any, evaluation: Any) -> Any:
-        """The value for the present mode."""
-        return training if self.training else evaluation
-
-
 def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Graph:
     """The model as a graph module that shares its submodules and follows train and eval mode as the model does.
 
@@ -44,8 +39,8 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
     """
     check_modules(model, graph_class)
     with evaluating(model):
-        in_evaluation, free = graph_of(model, examples, ("all", "batch", "none"))
-        training = _in_training(model.train(), examples, in_evaluation, free)
+        evaluation = graph_of(model, examples, ("all", "batch", "none"))
+        training, in_evaluation = _in_training(model.train(), examples, evaluation), evaluation.graph
     norms = [spelled_out(model, training, True), spelled_out(model, in_evaluation, False)]
     in_both = [name for name in norms[0] if name in norms[1]]
     for name in in_both:
@@ -69,16 +64,21 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
     )
     _dropouts_become_modules(graph_module, counterparts)
     _outputs_by_mode(graph_module, in_evaluation, counterparts)
-    graph_module.recompile()
+    leave_out(graph_module, model, examples)
+    graph_module.graph = graph_module.graph  # it was run as another module's; this recompiles, too
     return graph_module
 
 
-def _in_training(model: nn.Module, examples: Examples, evaluation: fx.Graph, free: str) -> fx.Graph:
+def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> fx.Graph:
     """The graph of training; where it cannot be captured, that of evaluation, with dropouts that act."""
+    graph = copy.deepcopy(evaluation.graph)
+    if not evaluation.asks_mode:
+        with contextlib.suppress(UntraceableError):  # its hooks or `train` may do something else
+            check_answer(model, examples, graph)
+            return graph
     try:
-        return graph_of(model, examples, (free, "none"))[0]
+        return graph_of(model, examples, (evaluation.free, "none")).graph
     except UntraceableError as error:
-        graph = copy.deepcopy(evaluation)
         for node in graph.find_nodes(op="call_function", target=F.dropout):
             given = given_by_name(node, DROPOUT)
             node.args, node.kwargs = (given["input"], given.get("p", 0.5), True), {}

@@ -1,12 +1,16 @@
 """ATen operators as the functions, methods and Python operators that forward called, of which they are overloads."""
 
+import inspect
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+
+from qat.torch_internals import argument_names
 
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """Operation, target, args and kwargs of a node of torch.fx."""
@@ -62,8 +66,7 @@ OF_F = (
 )  # fmt: skip
 """Functions that are in `F` and in torch, and that people call there."""
 
-HOMES = ((torch, ""), (F, ""), (torch._C._nn, ""), (torch.fft, "fft_"), (torch.linalg, "linalg_"),
-         (torch.special, "special_"))  # fmt: skip
+HOMES = ((torch, ""), (F, ""), (torch.fft, "fft_"), (torch.linalg, "linalg_"), (torch.special, "special_"))
 
 
 def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -98,13 +101,23 @@ def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 def _found(name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if name in RENAMED:
         return "call_function", RENAMED[name], args, kwargs
+    names = argument_names(target)
     homes = ((F, ""), *HOMES) if name in OF_F else HOMES
-    for home, prefix in homes:
-        if name.startswith(prefix) and callable(found := getattr(home, name.removeprefix(prefix), None)):
+    for home, prefix in homes if "reduction" not in names else ():  # losses: a number here, a word there
+        found = getattr(home, name.removeprefix(prefix), None) if name.startswith(prefix) else None
+        if callable(found) and _takes(found, names[: len(args)], kwargs):
             return "call_function", found, args, kwargs
-    if hasattr(torch.Tensor, name):
+    if hasattr(torch.Tensor, name) and "reduction" not in names:
         return "call_method", name, args, kwargs
     return "call_function", target, args, kwargs
+
+
+def _takes(function: Callable[..., Any], names: list[str], kwargs: dict[str, Any]) -> bool:
+    """Whether a function has these arguments in this order; those in C++ are made from the operators' schemas."""
+    if not isinstance(function, types.FunctionType):
+        return True
+    own = list(inspect.signature(function).parameters)
+    return own[1 : len(names)] == names[1:] and kwargs.keys() <= set(own)
 
 
 def _indexed(node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

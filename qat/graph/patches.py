@@ -9,10 +9,12 @@ it calls the original.
     CheckpointFunction.apply      reentrant checkpoints, which run under no_grad and so would cut the gradients
     get_fastpath_enabled          nn.TransformerEncoder and nn.MultiheadAttention, whose fast path no graph shows
     _detect_is_causal_mask        nn.TransformerEncoder, which looks at the values of its mask
+    nn.Module.training            models that never ask for the mode have the same graph in both
     BackwardCFunction.__init__    models that apply a torch.autograd.Function, which are refused
 """
 
 import builtins
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from qat.graph.attention import scaled_dot_product_attention
@@ -64,6 +66,30 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
     }
     with without_fast_path(), _replaced_here(replacements):
         yield
+
+
+@contextmanager
+def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
+    """A context whose value is the names of the classes whose code asks in this thread which mode it is in."""
+    asked: list[str] = []
+    here = threading.get_ident()
+
+    def read(module: nn.Module) -> bool:
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        by_model = not caller.startswith("torch.") or caller.startswith("torch.nn.")
+        if by_model and threading.get_ident() == here and not is_paused():
+            asked.append(type(module).__name__)
+        return bool(vars(module)["training"])
+
+    def write(module: nn.Module, training: bool) -> None:
+        vars(module)["training"] = training
+
+    with tracing_alone:
+        nn.Module.training = property(read, write)  # type: ignore[assignment]
+        try:
+            yield asked
+        finally:
+            del nn.Module.training
 
 
 def _free_length(original: Any) -> Any:

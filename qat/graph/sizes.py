@@ -16,9 +16,11 @@ def _checker(conditions: tuple[str, ...]) -> Callable[[list[Any]], bool]:
     return size_checker(f"({' and '.join(f'({each})' for each in conditions)})")
 
 
-def first_broken(conditions: Sequence[str], tensors: list[Tensor]) -> str | None:
+def first_broken(conditions: Sequence[str], tensors: list[Any]) -> str | None:
     """The first condition that the shapes of these tensors do not meet; None if they meet all."""
-    shapes = [tuple(x.shape) for x in tensors]
+    shapes = [None if x is None else tuple(x.shape) for x in tensors]
+    for left_out in [f"s[{number}]" for number, shape in enumerate(shapes) if shape is None]:
+        conditions = [each for each in conditions if left_out not in each]
     if not conditions or _checker(tuple(conditions))(shapes):
         return None
     return next((each for each in conditions if not _checker((each,))(shapes)), None)

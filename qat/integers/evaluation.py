@@ -33,20 +33,21 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
             _drop_resting(part)
             drop_unread(part.graph, part)
             _drop_sized(part)
-            if part is evaluated:
-                _drop_defaults(part.graph)
             _fold(part, fold_quantizers)
             part.recompile()
     return evaluated
 
 
-def _drop_defaults(graph: fx.Graph) -> None:
+def drop_defaults(evaluated: nn.Module) -> None:
     """Remove the arguments that are always left out, so that those that are given are a file's inputs."""
-    for node in graph.find_nodes(op="placeholder"):
+    if not isinstance(evaluated, fx.GraphModule):
+        return
+    for node in evaluated.graph.find_nodes(op="placeholder"):
         if node.args and all(user.target is expect_default for user in node.users):
             for user in list(node.users):
-                graph.erase_node(user)
-            graph.erase_node(node)
+                evaluated.graph.erase_node(user)
+            evaluated.graph.erase_node(node)
+    evaluated.recompile()
 
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:

@@ -33,7 +33,8 @@ class Block(nn.Module):
     """What a graph leaves of a block or container: its children, by index (`model.layer1[0]`, `[-1]`, `len`, iteration)
     or by name.
 
-    It has no forward: a prepared model calls its layers, with their grids, not blocks.
+    It has no forward: a prepared model calls its layers, with their grids, not blocks. It has the attributes of the
+    float model's block, and the methods of its class, `float_class`.
     """
 
     def __len__(self) -> int:
@@ -48,6 +49,17 @@ class Block(nn.Module):
         if (child := children_of(self).get(str(key))) is None:
             raise IndexError(f"{type(self).__name__} has no child {key!r}; it has {', '.join(children_of(self))}")
         return child
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute, else what the class of the float model's module has: a method, a property."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            kept = vars(self).get("float_class")
+            found = None if kept is None else inspect.getattr_static(kept, name, None)
+            if found is None:
+                raise
+            return found.__get__(self, kept) if hasattr(found, "__get__") else found
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -80,7 +92,6 @@ class PreparedGraph(Block, fx.GraphModule):
     The next forward notices modules that were replaced. Attributes (notes on layers in float, `backbone.out_channels`)
     survive copies and pickles. Temporary state is kept on the class, since torch.fx creates one class for every model.
     Methods and attributes begin with an underscore, so that they do not collide with the names of a model's modules.
-    A part of a model has the class of the module that it replaces as `float_class`: the rest may call its methods.
     """
 
     _snapshot: ClassVar[ModuleSnapshot | None] = None
@@ -202,17 +213,6 @@ class PreparedGraph(Block, fx.GraphModule):
             unsaved_buffers_of(part).update(unsaved_buffers_of(module))  # torch 2.11 forgets them
         same: PreparedGraph = twin
         return same
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute of the graph module, else one of `float_class`."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            kept = vars(self).get("float_class")
-            found = None if kept is None else inspect.getattr_static(kept, name, None)
-            if found is None:
-                raise
-            return found.__get__(self, kept) if hasattr(found, "__get__") else found
 
 
 def class_of(model: PreparedGraph) -> type[PreparedGraph]:
