@@ -158,10 +158,6 @@ def unsaved_buffers_of(module: nn.Module) -> set[str]:
 FORWARD_HOOKS = "_forward_hooks"
 """The attribute that holds those for behind forward."""
 
-ASSERTION = torch._assert
-"""What a traced `assert` calls."""
-
-
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a hook waits for this module to be called."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

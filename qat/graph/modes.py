@@ -6,7 +6,6 @@ trace are added, and `ByMode` picks the outputs at every call.
 
 import contextlib
 import copy
-import operator
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from qat.graph.optional import ByMode, leave_out
 from qat.graph.side_effects import UntraceableError
 from qat.inputs import Examples
 from qat.text import first_line
-from qat.torch_internals import ASSERTION, GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
+from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
 
 Graph = TypeVar("Graph", bound=fx.GraphModule)
 
@@ -119,16 +118,23 @@ def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
 def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Add the nodes of evaluation alone to the training graph; return evaluation's others with their equals there."""
     same: dict[Any, list[fx.Node]] = {}
+    attached: dict[fx.Node, fx.Node] = {}  # a detached tensor has the same values: a head may read that in training
     for node in training.nodes:
-        same.setdefault(_what(node, {}, model), []).append(node)
+        same.setdefault(_what(node, attached), []).append(node)
+        if node.target == "detach":
+            attached[node] = attached.get(node.args[0], node.args[0])
     counterparts: dict[fx.Node, fx.Node] = {}
     end = training.output_node()
     for node in evaluation.nodes:
         if node.op == "output":
             continue
-        candidates = same.get(_what(node, counterparts, model), [])
+        known = {each: attached.get(counterparts[each], counterparts[each]) for each in node.all_input_nodes}
+        candidates = same.get(_what(node, known), [])
         if candidates:
             counterparts[node] = candidates.pop(0)
+            continue
+        if node.target == "detach":
+            counterparts[node] = counterparts[node.args[0]]
             continue
         _check_side_effects(node, "evaluation", model)
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), AnyBatchNorm):
@@ -156,16 +162,11 @@ def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
         raise UntraceableError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")
 
 
-def _what(node: fx.Node, counterparts: dict[fx.Node, fx.Node], model: nn.Module) -> Any:
+def _what(node: fx.Node, known: dict[fx.Node, fx.Node]) -> Any:
     """A key that is equal for nodes that do the same to the same inputs, in any mode."""
     args, kwargs = _without_mode(node)
-    target: Any = str(node.target)
-    if node.op == "get_attr" and target.startswith(GRAPH_CONSTANT):
-        # Constants are numbered across all traces of a model, so they are compared by value.
-        constant = getattr(model, target)
-        target = (constant.dtype, tuple(constant.shape), repr(constant.tolist()))
-    mapped = fx.node.map_arg((args, kwargs), lambda argument: counterparts.get(argument, argument))
-    return node.op, target, repr(mapped)
+    mapped = fx.node.map_arg((args, kwargs), lambda argument: known.get(argument, argument))
+    return node.op, str(node.target), repr(mapped)
 
 
 def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -265,22 +266,8 @@ def call_norm(graph: fx.Graph, name: str, nodes: list[fx.Node]) -> None:
         if node.target is F.batch_norm:
             x = given_by_name(node, ARGUMENTS)["input"]
             node.op, node.target, node.args, node.kwargs = "call_module", name, (x,), {}
-            _drop_axes_check(graph, x)
         else:
             graph.erase_node(node)
         for source in read:
             if source.op == "get_attr" and not source.users:
                 graph.erase_node(source)
-
-
-def _drop_axes_check(graph: fx.Graph, x: fx.Node) -> None:
-    """Remove `assert x.ndim == 4`: the norm checks that itself, and a layer folds its only reader."""
-    for axes in list(x.users):
-        if axes.target is getattr and axes.args[1] == "ndim":
-            for compared in list(axes.users):
-                asserted = list(compared.users)
-                if compared.target is operator.eq and all(node.target is ASSERTION for node in asserted):
-                    for node in (*asserted, compared):
-                        graph.erase_node(node)
-            if not axes.users:
-                graph.erase_node(axes)

@@ -105,23 +105,8 @@ def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[
 
 
 def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that hold floating-point tensors, and not sizes or values computed from sizes.
-
-    Without example inputs the graph does not tell them apart: then indices and masks count as tensors too.
-    """
-    held: set[fx.Node] = set()
-    for node in graph.nodes:
-        if FACTS in node.meta:
-            facts = node.meta[FACTS]
-            is_tensor = facts is not None and facts.quantizable
-        elif node.op in ("call_method", "call_function"):
-            asked = node.args[1] if node.target is getattr else node.target
-            is_tensor = asked not in PLAIN_RESULTS and not held.isdisjoint(node.all_input_nodes)
-        else:
-            is_tensor = node.op != "output"
-        if is_tensor:
-            held.add(node)
-    return held
+    """The nodes that hold floating-point tensors, and not sizes, indices or masks."""
+    return {node for node in graph.nodes if (facts := node.meta.get(FACTS)) is not None and facts.quantizable}
 
 
 def dimensions(node: fx.Node) -> int | None:
