@@ -18,7 +18,7 @@ from qat.graph.exporting import Captured
 from qat.graph.in_place import written_by
 from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
 from qat.graph.optional import ByMode, leave_out
-from qat.graph.side_effects import UntraceableError
+from qat.graph.side_effects import LostStateError, UntraceableError
 from qat.inputs import Examples
 from qat.text import first_line
 from qat.torch_internals import ASSERTION, GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
@@ -78,6 +78,8 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
             return graph
     try:
         return graph_of(model, examples, (evaluation.free, "none")).graph
+    except LostStateError:
+        raise
     except UntraceableError as error:
         for node in graph.find_nodes(op="call_function", target=F.dropout):
             given = given_by_name(node, DROPOUT)
@@ -85,6 +87,8 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
         reason = first_line(error)
     try:
         check_answer(model, examples, graph)
+    except LostStateError:
+        raise
     except UntraceableError:
         log.warning(
             "%s cannot be captured in training: %s. In training the prepared model computes what it computes in"

@@ -26,6 +26,9 @@ CHECKS = (
 )  # fmt: skip
 """Operators without a result, which an export adds."""
 
+VMAPPED = ("_add_batch_dim", "_remove_batch_dim")
+"""What torch.vmap calls; its results are no tensors outside of it."""
+
 SAME = ("lift_fresh_copy", "lift_fresh", "alias", "contiguous", "resolve_conj", "resolve_neg")
 """Operators whose result stands for their operand."""
 
