@@ -55,8 +55,8 @@ ORDER = {
 """Functions of `F` that take their arguments in another order than the operator."""
 
 RENAMED: dict[str, Any] = {
-    "feature_dropout": F.dropout2d, "log_sigmoid": F.logsigmoid, "split_with_sizes": torch.split, "unsafe_split": torch.split,
-    "unsafe_chunk": torch.chunk, "_unsafe_view": torch.reshape,
+    "feature_dropout": F.dropout2d, "log_sigmoid": F.logsigmoid, "split_with_sizes": torch.split,
+    "unsafe_split": torch.split, "unsafe_chunk": torch.chunk, "_unsafe_view": torch.reshape,
     "upsample_nearest": "nearest", "upsample_linear": "linear",
     "_upsample_nearest_exact": "nearest-exact", "upsample_bilinear": "bilinear", "upsample_bicubic": "bicubic",
     "upsample_trilinear": "trilinear", "_upsample_bilinear_aa": "bilinear", "_upsample_bicubic_aa": "bicubic",

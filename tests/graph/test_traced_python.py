@@ -68,11 +68,11 @@ OWN_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "is_grad_enabled": (lambda x: x if torch.is_grad_enabled() else -x, "otherwise than the model"),
     "item": (
         lambda x: x if x.sum().item() > 0 else -x,
-        "depends on the values of a tensor (test_traced_python.py, line ",
+        "the values of a tensor (test_traced_python.py, line ",
     ),
     "numpy": (
         lambda x: x + torch.from_numpy(x.detach().numpy()),
-        "asks a tensor for numpy (test_traced_python.py, line ",
+        "a tensor for numpy (test_traced_python.py, line ",
     ),
     "made of": (lambda x: torch.Tensor._make_subclass(torch.Tensor, x), "makes a tensor in a way that is not recorded"),
 }
