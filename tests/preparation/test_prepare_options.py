@@ -90,10 +90,10 @@ def test_first_and_last_bits(case: str) -> None:
         assert shared or (input_bits(model, name) if own is None else own.spec.bits) == bits
 
 
+DECIDES = BranchesOnValues.forward.__code__.co_firstlineno + 2
 REASON = (
     "BranchesOnValues cannot be captured: the way through it depends on the values of a tensor"
-    f" (test_prepare_options.py, line {BranchesOnValues.forward.__code__.co_firstlineno + 1}); torch.where(condition, a,"
-    " b) takes both ways"
+    f" (test_prepare_options.py, line {DECIDES}); torch.where(condition, a, b) takes both ways"
 )
 
 
