@@ -286,6 +286,12 @@ CAUSAL_MASK_DETECTION: Patchable = (transformer, "_detect_is_causal_mask")
 CHECKPOINT: Patchable = (checkpoint.CheckpointFunction, "apply")
 """What a reentrant checkpoint calls; it would run under no_grad."""
 
+
 def applied_function(context: Any) -> type[torch.autograd.Function]:
     """The autograd.Function of a context, or of the node that it becomes in autograd's graph."""
     return cast("type[torch.autograd.Function]", type(context)._forward_cls)
+
+
+def export_printing() -> Patchable:
+    """Name what an export that fails writes its whole graph to stderr with; to import it takes a second."""
+    return importlib.import_module("torch.export._trace"), "print"

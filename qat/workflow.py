@@ -64,16 +64,15 @@ def prepare(
     of each result behind norm and activation, of sums and pools; layers of torch) is placed by the recipe;
     `calibrate(model, batches, only_missing=True)` then leaves the learned ranges alone.
 
-    If torch.fx cannot trace the model, its largest traceable submodules are prepared, and other layers one by one. The
-    model then keeps its own class, with prepared parts inside.
+    If torch.export cannot capture the model, its largest submodules that can be captured are prepared, and other
+    layers one by one. The model then keeps its own class, with prepared parts inside.
 
     Args:
         model: a float model, or one with quantized layers of your own.
         recipe: the grids; default: 8-bit weights per channel, 8-bit unsigned activations with a zero point.
-        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. With them, decisions on
-            sizes can be traced (windows, padding to a multiple), the graph is compared with the model, and one run
-            checks that every quantizer runs, and for the target "litert" a warning names what `export_litert` would
-            refuse. Without them, a model that decides on sizes is prepared in parts.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. With them, the model
+            becomes one graph, which is compared with it, one run checks that every quantizer runs, and for the target
+            "litert" a warning names what `export_litert` would refuse. Without them, layers are prepared one by one.
         dry_run: return only the table that `qat.summary` would print.
 
     Returns:
@@ -106,7 +105,7 @@ def prepare(
             with without_range_warnings(root):
                 prepared = prepare_graph(root, ScopedRecipe(recipe), examples, graph_class)
         except UntraceableError as error:
-            root = copy.deepcopy(model)  # a fresh one, since tracing may leave proxies in the model's attributes
+            root = copy.deepcopy(model)  # a fresh one, since a capture may leave its marks
             with without_range_warnings(root):
                 prepared = prepare_parts(root, recipe, examples, str(error), graph_class)
         layers = noted(prepared, LAYERS)

@@ -16,7 +16,15 @@ from qat.graph.nodes import FACTS, Facts
 from qat.graph.operators import PYTHONS
 from qat.graph.patches import tracing_alone, without_fast_path
 from qat.graph.randomness import python_state, seeded
-from qat.graph.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
+from qat.graph.side_effects import (
+    Change,
+    LostStateError,
+    UntraceableError,
+    changed_by_mode,
+    is_equal,
+    restoring_state,
+    state_of,
+)
 from qat.inputs import Examples, call_with, copied
 from qat.text import first_line
 from qat.torch_internals import (
@@ -117,8 +125,18 @@ def check_answer(
             answer = call_with(model, examples)
             return answer, python_state() != before
 
+    buffers = dict(model.named_buffers())
     with restoring_state(model) as changes:
         expected, draws_again = run()
+        assigned = [
+            name
+            for name, x in model.named_buffers()
+            if buffers.get(name, x) is not x and not is_equal(buffers[name], x)
+        ]
+    if assigned:
+        raise LostStateError(
+            f"forward assigns to the buffer {assigned[0]}, which a graph does not keep; .copy_() writes into it"
+        )
     if draws and draws_again:  # both, since another thread may have drawn during one of them
         raise UntraceableError(DRAWS)
     settled = [change for change in changes if not change.holds_tensor]

@@ -38,6 +38,9 @@ GRADIENTS = frozenset((
 ))  # fmt: skip
 """Attributes and methods of a tensor that concern its gradients. A graph keeps none of them."""
 
+OUTSIDE = frozenset(("numpy", "__array__", "__dlpack__"))
+"""Methods that take a tensor's values out of torch."""
+
 
 ATTENTION = F.scaled_dot_product_attention
 
@@ -84,7 +87,7 @@ class Watching(TorchFunctionMode):
         self.calls += 1
         if self.calls % 64 == 0 and time.thread_time() > self.until:  # it takes longer than a call
             raise OutOfPatienceError
-        if asked := _gradients_asked(function):
+        if asked := _lost(function):
             raise UntraceableError(
                 f"forward asks a tensor for {asked} ({place_of(_frames())}), which a graph does not keep"
             )
@@ -103,16 +106,19 @@ def is_paused() -> bool:
     return bool(running)
 
 
-def _gradients_asked(function: Any) -> str | None:
-    """What code outside of torch asks of a tensor's gradients, if a function is that."""
+def _lost(function: Any) -> str | None:
+    """What code outside of torch asks of a tensor's gradients or values, if a function is that."""
     name = (
         getattr(getattr(function, "__self__", None), "__name__", "")
         if function.__name__ == "__get__"
         else function.__name__
     )
-    if name not in GRADIENTS or running:
+    if name not in GRADIENTS | OUTSIDE or running:
         return None
-    caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # modes of the export itself
+        frame = frame.f_back
+    caller = str(frame.f_globals.get("__name__", ""))
     return None if caller.startswith("torch.") else name
 
 
@@ -126,8 +132,8 @@ def _frames() -> Iterator[tuple[Any, int]]:
 
 def place_of(frames: Iterable[tuple[Any, int]]) -> str:
     """File and line of the first frame outside of torch and this package."""
-    outside = (each for each in frames if not str(each[0].f_globals.get("__name__", "")).startswith(("torch.", "qat.")))
-    frame, line = next(outside)
+    inside = ("torch.", "qat.")
+    frame, line = next(each for each in frames if not f"{each[0].f_globals.get('__name__')}.".startswith(inside))
     return f"{Path(frame.f_code.co_filename).name}, line {line}"
 
 
@@ -168,6 +174,8 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Ca
                 raise UntraceableError(f"{kind} cannot be captured: {error}") from error
             first = first or error
     assert first is not None
+    if "fake tensor" in str(first).lower():  # torch's word for what stands in for a tensor
+        raise UntraceableError(f"{kind} cannot be captured: forward makes a tensor in a way that is not recorded")
     raise UntraceableError(f"torch.export cannot capture {kind}: {first_line(first)}") from first
 
 
@@ -185,7 +193,8 @@ def _attempt(
     ):  # fmt: skip
         exported = exported_program(outer, copied(given), free)
         recorded: list[LeafCall] = [*calls]
-    conditions = size_conditions(exported, len(given))
+    ranks = [f"len(s[{number}]) == {x.dim()}" for number, x in enumerate(leaves) if isinstance(x, Tensor)]
+    conditions = [*ranks, *size_conditions(exported, len(given))]  # forward may ask for the rank, and no guard tells
     if broken := first_broken(conditions, leaves):  # a loop over the samples takes as many as there were
         raise RuntimeError(f"it takes for granted that {broken}")
     graph = Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])

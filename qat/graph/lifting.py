@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from qat.graph.leaves import LEAF, TENSOR, LeafCall
-from qat.graph.operators import CHECKS, SAME, called
+from qat.graph.operators import CHECKS, SAME, VMAPPED, called
 from qat.graph.side_effects import UntraceableError
 from qat.graph.sizes import expect_default, expect_sizes
 from qat.inputs import Examples
@@ -221,6 +221,8 @@ class Lifter:
         name = getattr(target, "__name__", str(target)).removeprefix("aten.").partition(".")[0]
         if name in CHECKS:
             return
+        if name in VMAPPED:
+            raise UntraceableError("forward calls torch.vmap, which a graph does not keep")
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             self._inline(node, name)
         elif target is LEAF:
@@ -245,8 +247,10 @@ class Lifter:
         args, kwargs = self._value(node.args), dict(self._value(dict(node.kwargs)))
         if node.target is torch.ops.aten.sym_size.int:  # of labels, maybe, which a call may leave out
             args = self.sizes.get(str(node.meta["val"]), args)
-        if kwargs.get("device") is not None and self.first is not None:
-            kwargs["device"] = self.graph.call_function(getattr, (self.first, "device"))
+        if self.first is not None and any(isinstance(each, torch.device) for each in (*args, *kwargs.values())):
+            here = self.graph.call_function(getattr, (self.first, "device"))
+            args = tuple(here if isinstance(each, torch.device) else each for each in args)
+            kwargs = {key: here if isinstance(each, torch.device) else each for key, each in kwargs.items()}
         operation, target, args, kwargs = called(node, args, kwargs)
         mine = self._describe(self.graph.create_node(operation, target, args, kwargs), node)
         first_of_two = "adaptive_max_pool" in str(node.target)  # F returns the first alone

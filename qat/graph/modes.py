@@ -17,7 +17,7 @@ from qat.graph.exporting import Captured
 from qat.graph.in_place import written_by
 from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
 from qat.graph.optional import ByMode, leave_out
-from qat.graph.side_effects import UntraceableError
+from qat.graph.side_effects import LostStateError, UntraceableError
 from qat.inputs import Examples
 from qat.text import first_line
 from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
@@ -81,6 +81,8 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
             return graph
     try:
         return graph_of(model, examples, (evaluation.free, "none")).graph
+    except LostStateError:
+        raise
     except UntraceableError as error:
         for node in [node for node in graph.nodes if node.target in DROPOUTS]:
             given = given_by_name(node, DROPOUT)
@@ -88,6 +90,8 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
         reason = first_line(error)
     try:
         check_answer(model, examples, graph)
+    except LostStateError:
+        raise
     except UntraceableError:
         log.warning(
             "%s cannot be captured in training: %s. In training the prepared model computes what it computes in"

@@ -26,6 +26,9 @@ CHECKS = (
 )  # fmt: skip
 """Operators without a result, which an export adds."""
 
+VMAPPED = ("_add_batch_dim", "_remove_batch_dim")
+"""What torch.vmap calls; its results are no tensors outside of it."""
+
 SAME = ("lift_fresh_copy", "lift_fresh", "alias", "contiguous", "resolve_conj", "resolve_neg")
 """Operators whose result stands for their operand."""
 
@@ -39,7 +42,7 @@ PYTHONS: dict[str, Callable[..., Any]] = {
 
 METHODS = (
     "reshape", "expand", "permute", "to", "type_as", "repeat", "expand_as", "new_zeros", "new_ones", "new_full",
-    "new_empty", "masked_fill", "unfold", "item", "reshape_as", "view_as",
+    "new_empty", "masked_fill", "unfold", "item", "reshape_as", "view_as", "detach",
 )  # fmt: skip
 
 ORDER = {

@@ -6,6 +6,7 @@ it calls the original.
 
     len                           models that ask `len(x)`, which must be an int and so would fix the size
     scaled_dot_product_attention  torch's own Python code that calls it; `Watching` sees the calls of others
+    print of torch.export         models that cannot be captured, whose whole graph it would write to stderr
     CheckpointFunction.apply      reentrant checkpoints, which run under no_grad and so would cut the gradients
     get_fastpath_enabled          nn.TransformerEncoder and nn.MultiheadAttention, whose fast path no graph shows
     _detect_is_causal_mask        nn.TransformerEncoder, which looks at the values of its mask
@@ -28,7 +29,7 @@ from torch.autograd.function import BackwardCFunction
 
 from qat.graph.attention import scaled_dot_product_attention
 from qat.graph.side_effects import UntraceableError
-from qat.torch_internals import CAUSAL_MASK_DETECTION, CHECKPOINT, applied_function, load_dynamo
+from qat.torch_internals import CAUSAL_MASK_DETECTION, CHECKPOINT, applied_function, export_printing, load_dynamo
 
 tracing_alone = threading.RLock()
 """A context that one thread at a time can be in; the same thread may enter it again."""
@@ -60,6 +61,7 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
     replacements: dict[tuple[Any, str], Any] = {
         (F, "scaled_dot_product_attention"): scaled_dot_product_attention,
         CHECKPOINT: lambda function, preserve, *args: function(*args),
+        export_printing(): lambda *_, **__: None,
         CAUSAL_MASK_DETECTION: lambda *_: False,
         (BackwardCFunction, "__init__"): refuse,
     }
@@ -107,7 +109,8 @@ def _replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
     """A context in which functions, by module and name, are replaced for this thread, inside `tracing_alone`."""
     with ExitStack() as patches:
         for (module, name), replacement in replacements.items():
-            patches.enter_context(mock.patch.object(module, name, _chosen(getattr(module, name), replacement)))
+            original = getattr(module, name, getattr(builtins, name, None))
+            patches.enter_context(mock.patch.object(module, name, _chosen(original, replacement), create=True))
         yield
 
 

@@ -31,6 +31,10 @@ class UntraceableError(ValueError):
     """A model or submodule cannot be traced as one graph; the message says why."""
 
 
+class LostStateError(UntraceableError):
+    """A graph would not change the model's state as its forward does."""
+
+
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
     """A context that restores attributes, hooks and buffers of all modules.

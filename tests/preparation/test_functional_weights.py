@@ -100,14 +100,11 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, dic
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "example"),
-    [(case, example) for case in READS for example in (True, False)],
-)
-def test_a_weight_is_quantized_where_it_is_read(case: str, example: bool) -> None:
+@pytest.mark.parametrize("case", READS)
+def test_a_weight_is_quantized_where_it_is_read(case: str) -> None:
     forward, parts, x, layers = READS[case]
     net = Plain(forward, **parts).eval()
-    model = prepared_whole(net, x, example=example)
+    model = prepared_whole(net, x)
     assert quantized_layers(model) == layers
     assert_takes_float_state(model, net.state_dict())
 

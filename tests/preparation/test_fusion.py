@@ -102,15 +102,6 @@ def test_a_norm_directly_behind_a_layer_is_handed_to_it(case: str) -> None:
     assert_close_to_float(net, model, x)
 
 
-def test_without_an_example_a_norm_behind_a_linear_layer_stays_for_its_axis_is_not_known() -> None:
-    forward, parts, x, _, _ = NORMS["linear"]
-    net = Plain(forward, **parts).eval()
-    model = qat.prepare(net)
-    assert noted(model, LEFT_IN_FLOAT) == {"n": BEFORE}
-    assert_computes_as(net, model, x)
-    assert_computes_as(net, model, torch.randn(2, 8, 8))
-
-
 class Softer(NormAct):
     def forward(self, x: Tensor) -> Tensor:
         statistics = self.running_mean, self.running_var

@@ -22,7 +22,10 @@ from tests.references.prepared_case import (
     without_quantizers,
 )
 
-CONTROL_FLOW = "the way through the model depends on the values of a tensor"
+CONTROL_FLOW = (
+    "the way through it depends on the values of a tensor (test_parts.py, line 47); torch.where(condition, a, b) takes"
+    " both ways"
+)
 
 
 class Detector(nn.Module):
@@ -59,7 +62,7 @@ def test_the_largest_parts_that_can_be_traced_are() -> None:
     assert list(prepared_parts(model)) == ["body", "heads.box"]
     assert all(isinstance(part, fx.GraphModule) for part in prepared_parts(model).values())
     assert noted(model, LEFT_IN_FLOAT) == {
-        "(the model)": f"prepared in parts, since torch.fx cannot trace Detector: {CONTROL_FLOW}",
+        "(the model)": f"prepared in parts, since Detector cannot be captured: {CONTROL_FLOW}",
         "hooked": "it carries forward hooks, which the twin would lose",
         "unused": "forward never calls it for the example inputs",
     }

@@ -90,12 +90,16 @@ def test_first_and_last_bits(case: str) -> None:
         assert shared or (input_bits(model, name) if own is None else own.spec.bits) == bits
 
 
+DECIDES = BranchesOnValues.forward.__code__.co_firstlineno + 2
+REASON = (
+    "BranchesOnValues cannot be captured: the way through it depends on the values of a tensor"
+    f" (test_prepare_options.py, line {DECIDES}); torch.where(condition, a, b) takes both ways"
+)
+
+
 @pytest.mark.parametrize("name", ["first_bits", "last_bits"])
 def test_a_model_in_parts_has_no_first_layer(name: str) -> None:
-    with refused(
-        f"prepare: {name}=4 needs a model with one graph, and torch.fx cannot trace BranchesOnValues: the way through"
-        " the model depends on the values of a tensor; use overrides"
-    ):
+    with refused(f"prepare: {name}=4 needs a model with one graph, and {REASON}; use overrides"):
         qat.prepare(BranchesOnValues(), qat.QuantRecipe(**{name: 4}), draw(2, 3, 6, 6))
 
 
@@ -183,8 +187,7 @@ def test_the_table_of_a_model_in_parts() -> None:
     check_counts(model)
     table = rows(qat.summary(model))
     assert qat.summary(model).splitlines()[-2:] == [
-        "the model is prepared in parts, since torch.fx cannot trace BranchesOnValues: the way through the model"
-        " depends on the values of a tensor",
+        f"the model is prepared in parts, since {REASON}",
         "parts that are one graph: body",
     ]
     assert {name for name, row in table.items() if row[1] == "float"} == {"unused"}

@@ -136,9 +136,9 @@ def assert_computes_as(
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def prepared_whole(net: nn.Module, x: Any, recipe: qat.QuantRecipe | None = None, example: bool = True) -> Any:
+def prepared_whole(net: nn.Module, x: Any, recipe: qat.QuantRecipe | None = None) -> Any:
     """The prepared model, in one graph with nothing left in float, which computes as the float one and is near it."""
-    model = qat.prepare(net, recipe, example_inputs=x if example else None)
+    model = qat.prepare(net, recipe, example_inputs=x)
     assert noted(model, LEFT_IN_FLOAT) == {}
     assert_computes_as(net, model, x)
     assert_close_to_float(net, model, x)
