@@ -257,8 +257,8 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
     assert str(refused.value) == (
         "export_onnx: Branches was prepared in parts, since Branches cannot be captured: the way through it depends on"
         f" the values of a tensor (test_export_models.py, line {line}); torch.where(condition, a, b) takes both ways;"
-        " export each part (body, heads.0, heads.1), see qat.preparation.parts.prepared_parts(model), or take the reason away as"
-        " docs/timm_and_huggingface.md does"
+        " export each part (body, heads.0, heads.1), see qat.preparation.parts.prepared_parts(model), or take the"
+        " reason away as docs/timm_and_huggingface.md does"
     )
     assert not list(tmp_path.iterdir())
     parts = prepared_parts(model)
