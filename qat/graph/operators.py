@@ -52,7 +52,7 @@ ORDER = {
 """Functions of `F` that take their arguments in another order than the operator."""
 
 RENAMED: dict[str, Any] = {
-    "feature_dropout": F.dropout2d, "split_with_sizes": torch.split, "unsafe_split": torch.split,
+    "feature_dropout": F.dropout2d, "log_sigmoid": F.logsigmoid, "split_with_sizes": torch.split, "unsafe_split": torch.split,
     "unsafe_chunk": torch.chunk, "_unsafe_view": torch.reshape,
     "upsample_nearest": "nearest", "upsample_linear": "linear",
     "_upsample_nearest_exact": "nearest-exact", "upsample_bilinear": "bilinear", "upsample_bicubic": "bicubic",
@@ -101,9 +101,10 @@ def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 def _found(name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if name in RENAMED:
         return "call_function", RENAMED[name], args, kwargs
+    if name in OF_F:
+        return "call_function", getattr(F, name), args, kwargs
     names = argument_names(target)
-    homes = ((F, ""), *HOMES) if name in OF_F else HOMES
-    for home, prefix in homes if "reduction" not in names else ():  # losses: a number here, a word there
+    for home, prefix in HOMES if "reduction" not in names else ():  # losses: a number here, a word there
         found = getattr(home, name.removeprefix(prefix), None) if name.startswith(prefix) else None
         if callable(found) and _takes(found, names[: len(args)], kwargs):
             return "call_function", found, args, kwargs
