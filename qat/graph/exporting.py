@@ -30,7 +30,8 @@ BATCH = 7
 """The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
 
 PATIENCE = 8.0
-"""Seconds for an attempt with all sizes free; sympy takes minutes for models of windows."""
+"""Seconds of its thread for an attempt with all sizes free, however busy the machine is; sympy takes minutes for
+models of windows."""
 
 GRADIENTS = frozenset((
     "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",
@@ -81,7 +82,7 @@ class Watching(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
-        if time.monotonic() > self.until:
+        if time.thread_time() > self.until:
             raise OutOfPatienceError
         if asked := _gradients_asked(function):
             raise UntraceableError(
@@ -177,7 +178,7 @@ def _attempt(
     results: list[Any] = []
     outer = Outer(copy.deepcopy(model, shared), packing, results)
     outer.training = model.training
-    until = time.monotonic() + PATIENCE if free == "all" else float("inf")
+    until = time.thread_time() + PATIENCE if free == "all" else float("inf")
     with (
         torch_as_captured(is_paused), opaque_leaves(outer.model), mode_is_asked(is_paused) as asked, Watching(until),
         warnings_ignored(),
