@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qat.contexts import warnings_ignored
 from qat.graph.exporting import Captured, export
 from qat.graph.in_place import Memory, drop_unread
 from qat.graph.nodes import FACTS, Facts
@@ -111,7 +112,7 @@ def check_answer(
     owner = owner or model
 
     def run() -> Any:
-        with seeded(1), torch.no_grad(), without_fast_path(), _called_in_evaluation(owner, graph):
+        with seeded(1), torch.no_grad(), without_fast_path(), warnings_ignored(), _called_in_evaluation(owner, graph):
             before = python_state()
             answer = call_with(model, examples)
             return answer, python_state() != before

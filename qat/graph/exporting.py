@@ -29,8 +29,8 @@ from qat.torch_internals import depends_on_values, size_conditions, sizes_from_z
 BATCH = 7
 """The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
 
-PATIENCE = 8.0
-"""Seconds of its thread for an attempt with all sizes free, however busy the machine is; sympy takes minutes for
+PATIENCE = 10.0
+"""Seconds of its thread, however busy the machine is, for an attempt with all sizes free; sympy takes minutes for
 models of windows."""
 
 GRADIENTS = frozenset((
@@ -78,11 +78,12 @@ class Watching(TorchFunctionMode):
 
     def __init__(self, until: float) -> None:
         super().__init__()
-        self.until = until
+        self.until, self.calls = until, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch."""
-        if time.thread_time() > self.until:
+        self.calls += 1
+        if self.calls % 64 == 0 and time.thread_time() > self.until:  # it takes longer than a call
             raise OutOfPatienceError
         if asked := _gradients_asked(function):
             raise UntraceableError(

@@ -27,6 +27,10 @@ Graph = TypeVar("Graph", bound=fx.GraphModule)
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 TENSORS = ("running_mean", "running_var", "weight", "bias")
+DROPOUTS: dict[Any, type[nn.Module]] = {
+    F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d, F.dropout3d: nn.Dropout3d,
+    F.alpha_dropout: nn.AlphaDropout, F.feature_alpha_dropout: nn.FeatureAlphaDropout,
+}  # fmt: skip
 DROPOUT = ("input", "p", "training", "inplace")
 ARGUMENTS = ("input", *TENSORS, "training", "momentum", "eps")
 
@@ -79,7 +83,7 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
     try:
         return graph_of(model, examples, (evaluation.free, "none")).graph
     except UntraceableError as error:
-        for node in graph.find_nodes(op="call_function", target=F.dropout):
+        for node in [node for node in graph.nodes if node.target in DROPOUTS]:
             given = given_by_name(node, DROPOUT)
             node.args, node.kwargs = (given["input"], given.get("p", 0.5), True), {}
         reason = first_line(error)
@@ -166,7 +170,7 @@ def _what(node: fx.Node, counterparts: dict[fx.Node, fx.Node], model: nn.Module)
 
 def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's arguments without a `training` flag that has no effect: of a dropout, or beside dropouts that are 0."""
-    if node.target is F.dropout:
+    if node.target in DROPOUTS:
         return node.args[:1], {key: it for key, it in node.kwargs.items() if key not in ("p", "training")}
     dropouts = [value for key, value in node.kwargs.items() if "dropout" in key]
     idle = bool(dropouts) and not any(dropouts)
@@ -177,12 +181,12 @@ def _dropouts_become_modules(graph_module: fx.GraphModule, counterparts: dict[fx
     """Replace F.dropout(x, p, training=self.training), traced in one mode, by nn.Dropout(p), which follows the mode."""
     here = set(graph_module.graph.nodes)
     for other, node in list(counterparts.items()):
-        if node.target is not F.dropout or node not in here:
+        if node.target not in DROPOUTS or node not in here:
             continue
         given, in_evaluation = given_by_name(node, DROPOUT), given_by_name(other, DROPOUT)
         if given.get("training", True) != in_evaluation.get("training", True):
             name = free_name(graph_module, f"{scope_of(node)}.dropout".lstrip("."))
-            graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5), given.get("inplace", False)))
+            graph_module.add_submodule(name, DROPOUTS[node.target](given.get("p", 0.5), given.get("inplace", False)))
             node.op, node.target, node.args, node.kwargs = "call_module", name, (given["input"],), {}
         elif not given.get("training", True):
             # False in both modes: the model wants no dropout. True in both would be Monte-Carlo dropout.

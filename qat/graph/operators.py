@@ -52,7 +52,8 @@ ORDER = {
 """Functions of `F` that take their arguments in another order than the operator."""
 
 RENAMED: dict[str, Any] = {
-    "feature_dropout": F.dropout2d, "log_sigmoid": F.logsigmoid, "split_with_sizes": torch.split, "unsafe_split": torch.split,
+    "log_sigmoid": F.logsigmoid, "einsum": torch.einsum, "meshgrid": torch.meshgrid,
+    "split_with_sizes": torch.split, "unsafe_split": torch.split,
     "unsafe_chunk": torch.chunk, "_unsafe_view": torch.reshape,
     "upsample_nearest": "nearest", "upsample_linear": "linear",
     "_upsample_nearest_exact": "nearest-exact", "upsample_bilinear": "bilinear", "upsample_bicubic": "bicubic",
@@ -95,30 +96,33 @@ def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
         return "call_method", name, args, kwargs
     if name.endswith("_") and hasattr(F, name[:-1]):  # F.silu(x, inplace=True)
         return "call_function", getattr(F, name[:-1]), args, {**kwargs, "inplace": True}
-    return _found(name, target, args, kwargs)
+    return _found(name, node, args, kwargs)
 
 
-def _found(name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _found(name: str, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if name in RENAMED:
         return "call_function", RENAMED[name], args, kwargs
+    if name == "feature_dropout":
+        return "call_function", {4: F.dropout2d, 5: F.dropout3d}.get(node.meta["val"].dim(), F.dropout1d), args, kwargs
     if name in OF_F:
         return "call_function", getattr(F, name), args, kwargs
-    names = argument_names(target)
+    names = argument_names(node.target)
     for home, prefix in HOMES if "reduction" not in names else ():  # losses: a number here, a word there
         found = getattr(home, name.removeprefix(prefix), None) if name.startswith(prefix) else None
         if callable(found) and _takes(found, names[: len(args)], kwargs):
             return "call_function", found, args, kwargs
     if hasattr(torch.Tensor, name) and "reduction" not in names:
         return "call_method", name, args, kwargs
-    return "call_function", target, args, kwargs
+    return "call_function", node.target, args, kwargs
 
 
 def _takes(function: Callable[..., Any], names: list[str], kwargs: dict[str, Any]) -> bool:
     """Whether a function has these arguments in this order; those in C++ are made from the operators' schemas."""
     if not isinstance(function, types.FunctionType):
         return True
-    own = list(inspect.signature(function).parameters)
-    return own[1 : len(names)] == names[1:] and kwargs.keys() <= set(own)
+    parameters = inspect.signature(function).parameters
+    own = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
+    return bool(own) and own[1 : len(names)] == names[1:] and kwargs.keys() <= set(own)
 
 
 def _indexed(node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

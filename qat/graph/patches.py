@@ -58,13 +58,12 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
 
     load_dynamo()  # an export imports it, and it must see Python's own `len`
     replacements: dict[tuple[Any, str], Any] = {
-        (builtins, "len"): _free_length(len),
         (F, "scaled_dot_product_attention"): scaled_dot_product_attention,
         CHECKPOINT: lambda function, preserve, *args: function(*args),
         CAUSAL_MASK_DETECTION: lambda *_: False,
         (BackwardCFunction, "__init__"): refuse,
     }
-    with without_fast_path(), _replaced_here(replacements):
+    with without_fast_path(), _replaced_here(replacements), mock.patch.object(builtins, "len", _free_length(len)):
         yield
 
 
@@ -93,7 +92,14 @@ def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
 
 
 def _free_length(original: Any) -> Any:
-    return lambda x: x.shape[0] if isinstance(x, Tensor) and x.dim() else original(x)
+    here = threading.get_ident()
+
+    def length(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.dim() or threading.get_ident() != here:
+            return original(x)
+        return x.shape[0]
+
+    return length
 
 
 @contextmanager

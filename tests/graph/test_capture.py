@@ -1,0 +1,245 @@
+"""A captured float model computes what the model computes: answers, gradients and buffers, in both modes."""
+
+import copy
+import math
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from qat.graph.modes import trace
+from qat.graph.randomness import seeded
+from qat.inputs import bind_inputs
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.torch_internals import pytree
+
+Pair = NamedTuple("Pair", [("one", Tensor), ("two", Tensor)])  # noqa: UP014 - as users write it
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    hidden: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+
+
+class Net(nn.Module):
+    """Two layers and a function of theirs."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.5)
+        self.table, self.scale = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.ones(3, 1, 1))
+        self.register_buffer("seen", torch.zeros(()))
+        self.body, self.cache, self.shape = body, None, None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+class Anything(Net):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return self.body(self, *args, **kwargs)
+
+
+def cached(net: Any, x: Tensor) -> Tensor:
+    if net.shape != x.shape:
+        net.shape, net.cache = x.shape, torch.arange(x.shape[-1], dtype=x.dtype) * x.shape[0]
+    return net.a(x) + net.cache[:8]  # type: ignore[no-any-return]
+
+
+def counted(net: Any, x: Tensor) -> Tensor:
+    net.seen += 1
+    return net.a(x) * net.seen  # type: ignore[no-any-return]
+
+
+def windows(net: Any, x: Tensor) -> Tensor:
+    height, width = x.shape[-2:]
+    x = F.pad(x, (0, -width % 4, 0, -height % 4))
+    x = x.reshape(len(x), 3, x.shape[2] // 4, 4, x.shape[3] // 4, 4).transpose(3, 4).flatten(1)
+    return net.a(x[:, :8])  # type: ignore[no-any-return]
+
+
+def masked(net: Any, x: Tensor) -> Tensor:
+    mask = torch.full((x.shape[1], x.shape[1]), torch.finfo(x.dtype).min).triu(1)
+    mask[0, 0] = 0
+    return torch.softmax(net.a(x) @ net.b(x).transpose(1, 2) + mask, -1)
+
+
+def written(net: Any, x: Tensor) -> Tensor:
+    y = net.a(x)
+    z = y[:, 0]
+    y[:, 1:] = 0
+    y += net.b(x)
+    z.mul_(2)
+    return y * z.sum()  # type: ignore[no-any-return]
+
+
+def without_gradients(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = torch.softmax(net.a(x), -1)
+    return net.b(x) * weights  # type: ignore[no-any-return]
+
+
+def by_mode(net: Any, x: Tensor) -> Any:
+    y = F.dropout(net.a(x), 0.3, net.training)
+    return (y, net.b(y)) if net.training else y
+
+
+def attended(net: Any, x: Tensor) -> Tensor:
+    y = F.scaled_dot_product_attention(net.a(x), net.b(x), x, dropout_p=0.1 if net.training else 0.0)
+    return F.normalize(y, dim=-1)
+
+
+def folded(net: Any, x: Tensor) -> Tensor:
+    y = F.unfold(net.norm(net.conv(x)), 2, stride=2)
+    return F.adaptive_max_pool1d(y, 4) + F.logsigmoid(y[..., :4])
+
+
+ROWS, IMAGES = torch.randn(3, 5, 8), torch.randn(2, 3, 8, 12)
+
+MODELS: dict[str, tuple[Callable[..., Any], Tensor]] = {
+    "a cache by shape": (cached, ROWS),
+    "a counter that is a buffer": (counted, ROWS),
+    "windows": (windows, IMAGES),
+    "a mask by finfo": (masked, ROWS),
+    "writes into views": (written, ROWS),
+    "no_grad": (without_gradients, ROWS),
+    "another answer in training": (by_mode, ROWS),
+    "attention": (attended, ROWS),
+    "patches and pools": (folded, IMAGES),
+    "zeros by the batch": (lambda net, x: net.a(x) + torch.zeros(x.shape[0], 1, 8), ROWS),
+    "a token by the batch": (lambda net, x: torch.cat([net.table.expand(len(x), -1, -1), net.a(x)], 1), ROWS),
+    "a checkpoint": (lambda net, x: checkpoint.checkpoint(net.b, net.a(x), use_reentrant=False), ROWS),
+    "a reentrant checkpoint": (lambda net, x: checkpoint.checkpoint(net.b, net.a(x), use_reentrant=True), ROWS),
+    "numpy's constants": (lambda net, x: net.a(x) * float(np.sqrt(8)) + torch.from_numpy(np.arange(8.0)).float(), ROWS),
+    "sizes as numbers": (lambda net, x: net.a(x) / math.sqrt(x.shape[-1]) + x.numel() // len(x), ROWS),
+    "noise": (lambda net, x: net.a(x) + torch.randn_like(x) * torch.rand(x.shape[0], 1, 1), ROWS),
+    "dropouts": (lambda net, x: net.drop(F.dropout1d(net.a(x), 0.4, net.training)), ROWS),
+    "nested lists": (lambda net, x: [net.a(x), {"one": (net.b(x), [x + 1])}], ROWS),
+    "a named tuple": (lambda net, x: Pair(net.a(x), net.b(x)), ROWS),
+    "a dataclass": (lambda net, x: Answer(net.a(x), (net.b(x),)), ROWS),
+    "a size in the answer": (lambda net, x: (net.a(x), x.shape[0]), ROWS),
+    "einsum": (lambda net, x: torch.einsum("nij,nkj->nik", net.a(x), net.b(x)), ROWS),
+    "resized": (lambda net, x: F.interpolate(net.conv(x), size=x.shape[-2:], mode="bilinear", antialias=True), IMAGES),
+    "resized by a factor": (lambda net, x: F.interpolate(net.conv(x), scale_factor=2.0, mode="nearest"), IMAGES),
+    "losses": (lambda net, x: F.smooth_l1_loss(net.a(x), x, beta=0.5) + F.cross_entropy(net.b(x)[:, 0], x[:, 0]), ROWS),
+    "split": (lambda net, x: net.a(F.pad(x.split([3, 5], -1)[1], (0, 3))) + net.b(x).chunk(2, 1)[0].sum(), ROWS),
+}  # fmt: skip
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, Answer):
+        value = vars(value)
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, int))]
+
+
+def captured(model: nn.Module, inputs: Any) -> PreparedGraph:
+    own = copy.deepcopy(model)
+    return trace(own, bind_inputs("trace", own, inputs), PreparedGraph).train(model.training)
+
+
+def step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The answer, the gradients and the buffers of a step."""
+    with seeded(3):
+        answer = model(*args, **kwargs)
+    answers = leaves(answer)
+    model.zero_grad()
+    tensors = [each for each in answers if isinstance(each, Tensor) and each.requires_grad]
+    if tensors:
+        sum((each * torch.linspace(0, 1, each.numel()).view_as(each)).sum() for each in tensors).backward()  # type: ignore[union-attr]
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return type(answer), answers, gradients, dict(model.state_dict())
+
+
+def expect_equal(ours: tuple[Any, ...], theirs: tuple[Any, ...], exact: bool = True) -> None:
+    assert ours[0] is theirs[0]
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        if isinstance(mine, dict):
+            assert mine.keys() == other.keys()
+            mine, other = [mine[key] for key in other], list(other.values())
+        for one, two in zip(mine, other, strict=True):
+            if isinstance(one, Tensor):  # attention is taken apart, in other roundings
+                torch.testing.assert_close(one, two, rtol=1e-5 * (not exact), atol=1e-6 * (not exact))
+            else:
+                assert one == two
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_model_is_the_model_to_the_bit(name: str, training: bool) -> None:
+    body, x = MODELS[name]
+    torch.manual_seed(0)
+    model = Net(body).train(training)
+    graph = captured(model, x)
+    for samples in (len(x), 1, 4):
+        batch = torch.randn(samples, *x.shape[1:])
+        graph.load_state_dict(model.state_dict())
+        expect_equal(step(graph, (batch.clone(),), {}), step(model, (batch.clone(),), {}), exact=name != "attention")
+
+
+@pytest.mark.parametrize("name", ["windows", "patches and pools", "resized", "resized by a factor", "a cache by shape"])
+def test_height_and_width_are_free(name: str) -> None:
+    body, x = MODELS[name]
+    model = Net(body).eval()
+    graph = captured(model, x)
+    other = torch.randn(3, *x.shape[1:-2], 12, 8) if x.dim() == 4 else torch.randn(3, 7, 8)
+    expect_equal(step(graph, (other,), {}), step(model, (other,), {}))
+
+
+def test_a_size_that_decides_the_way_is_named() -> None:
+    graph = captured(Net(lambda net, x: net.a(x) if x.shape[1] % 2 else net.b(x)), ROWS)
+    assert graph(torch.randn(2, 7, 8)).shape == (2, 7, 8)
+    with pytest.raises(ValueError, match=r"inputs with \(x\.shape\[1\] % 2\) .* and x has the shape \(2, 6, 8\)"):
+        graph(torch.randn(2, 6, 8))
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "arguments without names": (lambda net, *xs: net.a(xs[0]) + net.b(xs[1]), (ROWS, ROWS), {}),
+    "arguments by name": (lambda net, **xs: net.a(xs["one"]) + net.b(xs["two"]), (), {"one": ROWS, "two": ROWS}),
+    "a dictionary": (lambda net, x: net.a(x["one"]) + net.b(x["more"][0]), ({"one": ROWS, "more": [ROWS]},), {}),
+    "words and numbers": (
+        lambda net, **xs: net.a(xs["x"]) * xs["n"] if xs["how"] else 0,
+        (),
+        {"x": ROWS, "how": "a", "n": 3},
+    ),
+    "a named tuple": (lambda net, x: net.a(x.one) + x.two, (Pair(ROWS, ROWS),), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_inputs_are_what_the_model_takes(name: str) -> None:
+    body, args, kwargs = CALLS[name]
+    model = Anything(body)
+    graph = captured(model, kwargs or args)
+    expect_equal(step(graph, args, kwargs), step(model, args, kwargs))
+
+
+LossOf = namedtuple("LossOf", "x labels")
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Answer:
+        logits = self.fc(x.mean(1))
+        return Answer(logits, loss=None if labels is None else F.cross_entropy(logits, labels))
+
+
+def test_labels_may_be_left_out() -> None:
+    model, labels = WithLoss(), torch.tensor([0, 4, 2])
+    graph = captured(model, {"x": ROWS, "labels": labels})
+    for kwargs in ({"x": ROWS, "labels": labels}, {"x": ROWS}):
+        expect_equal(step(graph, (), kwargs), step(model, (), kwargs))
+    assert graph(ROWS).loss is None
