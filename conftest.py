@@ -14,6 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def level_of_messages() -> None:
     """A command run inside a test leaves its level behind; another order of the tests must not change what they see."""
     logging.getLogger("qat").setLevel(logging.NOTSET)
+    # pytest 9 listens to loggers that do not propagate, and torch.export would write each of its steps to this one.
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

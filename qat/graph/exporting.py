@@ -30,7 +30,8 @@ BATCH = 7
 """The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
 
 PATIENCE = 10.0
-"""Seconds for an attempt with all sizes free; sympy takes minutes for models of windows."""
+"""Seconds of its thread, however busy the machine is, for an attempt with all sizes free; sympy takes minutes for
+models of windows."""
 
 GRADIENTS = frozenset((
     "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import is_dataclass
@@ -56,7 +55,8 @@ class Block(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             kept = vars(self).get("float_class")
-            found = None if kept is None else inspect.getattr_static(kept, name, None)
+            owners = () if kept is None else kept.__mro__  # getattr_static would find what type has: __name__
+            found = next((vars(owner)[name] for owner in owners if name in vars(owner)), None)
             if found is None:
                 raise
             return found.__get__(self, kept) if hasattr(found, "__get__") else found

@@ -1,6 +1,7 @@
 """Export of whole models: weights read by functions, attention, constants, several inputs and outputs, grids, parts."""
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -252,10 +253,12 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
     model = quantized(Branches(), {"x": x})
     with pytest.raises(ValueError) as refused:
         qat.export_onnx(model, tmp_path / "model.onnx", x)
+    line = inspect.getsourcelines(Branches.forward)[1] + 2
     assert str(refused.value) == (
-        "export_onnx: Branches was prepared in parts, since torch.fx cannot trace Branches: the way through the model"
-        " depends on the values of a tensor; export each part (body, heads.0, heads.1), see"
-        " qat.preparation.parts.prepared_parts(model), or take the reason away as docs/timm_and_huggingface.md does"
+        "export_onnx: Branches was prepared in parts, since Branches cannot be captured: the way through it depends on"
+        f" the values of a tensor (test_export_models.py, line {line}); torch.where(condition, a, b) takes both ways;"
+        " export each part (body, heads.0, heads.1), see qat.preparation.parts.prepared_parts(model), or take the"
+        " reason away as docs/timm_and_huggingface.md does"
     )
     assert not list(tmp_path.iterdir())
     parts = prepared_parts(model)

@@ -20,7 +20,6 @@ FREE: dict[str, Between] = {
     "numbers": lambda a, b: F.interpolate(b, size=(b.shape[2] * 2, b.shape[3] * 2)),
     "a ratio": lambda a, b: F.interpolate(b, scale_factor=a.shape[2] / b.shape[2]) + a,
     "adaptive average": lambda a, b: F.adaptive_avg_pool2d(a, b.shape[-2:]) + b,
-    "adaptive maximum": lambda a, b: F.adaptive_max_pool2d(a, b.shape[-2:]) + b,
     "groups": lambda a, b: F.group_norm(b, b.shape[1] // 4),
     "slices of chunks": lambda a, b: torch.cat(b.chunk(2, 1)[::-1], 1),
     "slices of pieces": lambda a, b: torch.cat((*b.split([2, 6], 1)[1:], b[:, :2]), 1),
@@ -35,6 +34,7 @@ FIXED: dict[str, Between] = {
     "average, numbers": lambda a, b: F.avg_pool2d(b, (b.shape[2], b.shape[3])),
     "maximum": lambda a, b: F.max_pool2d(b, (b.shape[2] // 2, b.shape[3] // 2)),
     "layer norm": lambda a, b: F.layer_norm(b, b.shape[1:]),
+    "adaptive maximum": lambda a, b: F.adaptive_max_pool2d(a, b.shape[-2:]) + b,  # torch.export takes it for a number
 }
 """Where another size is another model."""
 
