@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 
 from benchmarks.work_operators import FACTORS, macs_of, moves_values
 from qat.contexts import evaluating
+from qat.graph.nodes import scope_of
+from qat.graph.patches import without_fast_path
 from qat.inputs import Inputs, call_model
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
 from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
-from qat.graph.nodes import scope_of
-from qat.graph.patches import without_fast_path
 
 
 @dataclass(frozen=True)

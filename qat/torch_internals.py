@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -158,6 +159,7 @@ def unsaved_buffers_of(module: nn.Module) -> set[str]:
 FORWARD_HOOKS = "_forward_hooks"
 """The attribute that holds those for behind forward."""
 
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a hook waits for this module to be called."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
@@ -217,6 +219,33 @@ def keep_signature(original: fx.Graph, graph: fx.Graph) -> None:
     graph.set_codegen(original._codegen)
 
 
+def name_of_operator(target: Any) -> tuple[str, str]:
+    """The name of an operator of ATen, and that of its overload; nothing for anything else."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return "", ""
+    return target._schema.name.removeprefix("aten::"), target._overloadname
+
+
+def writes_to_first(operator: Any) -> bool:
+    """Whether an operator works in place."""
+    arguments = operator._schema.arguments if hasattr(operator, "_schema") else []
+    return bool(arguments and arguments[0].alias_info and arguments[0].alias_info.is_write)
+
+
+def fields_of(value: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names in a named tuple; none of any other."""
+    return getattr(value, "_fields", ())
+
+
+def call_by_hand(module: nn.Module) -> Any:
+    """What a call of a module runs, its hooks and forward, though the instance has something else in its place."""
+    return partial(type(module)._call_impl, module)
+
+
+CALLED = "_call_impl"
+"""The attribute that a call of a module runs."""
+
+
 def argument_names(operator: Any) -> list[str]:
     """The names of the arguments of an operator of ATen; none for anything else."""
     return [each.name for each in operator._schema.arguments] if hasattr(operator, "_schema") else []
@@ -230,7 +259,8 @@ _CALLED_BY_MODELS = tuple(f"{_TORCH}/{part}" for part in ("nn/", "functional.py"
 
 def sizes_from_zero() -> Any:
     """A context in which an export does not take for granted that sizes are not 0 or 1."""
-    return export_settings.patch(backed_size_oblivious=True)
+    settings: Any = export_settings
+    return settings.patch(backed_size_oblivious=True)
 
 
 def depends_on_values(error: BaseException) -> bool:
@@ -261,11 +291,12 @@ def size_conditions(exported: Any, count: int) -> list[str]:
         for axis, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             shapes = size.node.shape_env if isinstance(size, torch.SymInt) else shapes
             conditions += [f"s[{number}][{axis}] == {size}"] * (not isinstance(size, torch.SymInt))
-    names = {} if shapes is None else {
+    names: dict[Any, Any] = {} if shapes is None else {
         symbol: sympy.Symbol("s[{}][{}]".format(*re.findall(r"\[(\d+)\]", source)))
         for source, symbol in shapes.source_to_var.items()
     }  # fmt: skip
-    for guard in [] if shapes is None else shapes.guards:
+    guards: list[Any] = [] if shapes is None else shapes.guards
+    for guard in guards:
         file = str(getattr(guard.sloc.framework_loc, "filename", ""))
         by_operator = file.startswith(_TORCH) and not file.startswith(_CALLED_BY_MODELS)
         if guard.expr.free_symbols <= names.keys() and (isinstance(guard.expr, sympy.Eq) or not by_operator):

@@ -4,9 +4,8 @@ Only this file knows both graphs of a prepared model: the plain one, and the one
 """
 
 import copy
-import pickle
 from contextlib import ExitStack
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import nn
@@ -15,20 +14,18 @@ from qat.analysis.table import summary
 from qat.contexts import evaluating, in_full_precision
 from qat.export.litert.exporter import warn_of_unwritable
 from qat.graph.randomness import seeded
-from qat.graph.side_effects import UntraceableError, restoring_state
+from qat.graph.side_effects import CaptureError, restoring_state
 from qat.inputs import Examples, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, is_composite
 from qat.preparation.parts import prepare_graph, prepare_parts
-from qat.preparation.prepared_graph import Block, PreparedGraph, keep_attributes, plain_attributes
+from qat.preparation.prepared_graph import PreparedGraph, keep_all_attributes
 from qat.preparation.refusals import check_float_model
-from qat.preparation.replacements import log
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
 from qat.recipe import QuantRecipe, ScopedRecipe
-from qat.torch_internals import hooks_of
 
 
 @overload
@@ -101,10 +98,10 @@ def prepare(
         prepared: nn.Module
         try:
             if is_composite(root) or isinstance(root, QuantTwin):
-                raise UntraceableError(f"{type(root).__name__} is one layer")
+                raise CaptureError(f"{type(root).__name__} is one layer")
             with without_range_warnings(root):
                 prepared = prepare_graph(root, ScopedRecipe(recipe), examples, graph_class)
-        except UntraceableError as error:
+        except CaptureError as error:
             root = copy.deepcopy(model)  # a fresh one, since a capture may leave its marks
             with without_range_warnings(root):
                 prepared = prepare_parts(root, recipe, examples, str(error), graph_class)
@@ -112,7 +109,7 @@ def prepare(
         check_patterns(recipe, layers, model)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-        _keep_attributes(prepared, root)
+        keep_all_attributes(prepared, root)
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
@@ -132,27 +129,6 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
         if isinstance(twin, QuantTwin):
             twin.train(module.training)
         twin.training = module.training
-
-
-def _keep_attributes(prepared: nn.Module, model: nn.Module) -> None:
-    """Keep the attributes of the model and its blocks, and the methods of their classes: other code may want them."""
-    parts = dict(prepared.named_modules())
-    for name, module in model.named_modules():
-        twin = parts.get(name)
-        if isinstance(twin, Block):
-            kept = {**plain_attributes(module), "float_class": type(module)}
-            keep_attributes({key: value for key, value in kept.items() if _is_storable(value)}, twin)
-            if any(hooks_of(module)):
-                log.warning("prepare: the graph holds what hooks of %r computed, and they do not run again", name)
-
-
-def _is_storable(value: Any) -> bool:
-    """Whether a copy of it can be pickled, as the prepared model can be: no lambda, no local class, no open file."""
-    try:
-        pickle.dumps(value)
-    except Exception:  # whatever its class raises
-        return False
-    return True
 
 
 def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:

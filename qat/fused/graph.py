@@ -16,7 +16,7 @@ from qat.fused.explain import explain_part
 from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import judge
 from qat.fused.verdict import Verdict, is_wanted
-from qat.graph.patches import tracing_alone
+from qat.graph.patches import capturing_alone
 from qat.kernels import formulas_wanted, plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions
@@ -122,7 +122,7 @@ class FusedGraph(PreparedGraph):
 
     def _self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
         """Compare a fused training step on a slice of the batch with the plain one; None if none can run on codes."""
-        with tracing_alone:  # a thread that waited finds the verdict
+        with capturing_alone:  # a thread that waited finds the verdict
             fused = self._derive()
             if fused.graph is None or fused.verdict is not None:
                 return fused.verdict
@@ -222,7 +222,7 @@ class FusedGraph(PreparedGraph):
         wasted = found is not None and not holds and found.reason in (None, UNSETTLED)
         state.rebuilt = state.rebuilt + 1 if wasted else 0
         if found is None or not holds or found.reason == UNSETTLED:
-            with tracing_alone:
+            with capturing_alone:
                 self._follow_changes()
                 found = Evaluator(self, state.agreed, UNSETTLED if state.rebuilt >= MOST_FAILURES else None)
                 state.evaluator = found

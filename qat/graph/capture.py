@@ -14,12 +14,12 @@ from qat.graph.exporting import Captured, export
 from qat.graph.in_place import Memory, drop_unread
 from qat.graph.nodes import FACTS, Facts
 from qat.graph.operators import PYTHONS
-from qat.graph.patches import tracing_alone, without_fast_path
+from qat.graph.patches import capturing_alone, without_fast_path
 from qat.graph.randomness import python_state, seeded
 from qat.graph.side_effects import (
+    CaptureError,
     Change,
     LostStateError,
-    UntraceableError,
     changed_by_mode,
     is_equal,
     restoring_state,
@@ -47,30 +47,30 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
     paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
     words |= {name for name in paths if any(map(keyword.iskeyword, name.split(".")))}
     if words:
-        raise UntraceableError(f"a graph has other uses for the name {min(words)!r}; rename it to have one graph")
+        raise CaptureError(f"a graph has other uses for the name {min(words)!r}; rename it to have one graph")
     if type(model).__call__ is not nn.Module.__call__:
-        raise UntraceableError(f"{type(model).__name__} overrides __call__, and a graph has its forward alone")
+        raise CaptureError(f"{type(model).__name__} overrides __call__, and a graph has its forward alone")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise UntraceableError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
+            raise CaptureError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
         shown = name or type(model).__name__
         changed = changed_by_mode(module)
         if changed is not None:
-            raise UntraceableError(
+            raise CaptureError(
                 f"{shown} overrides train() or eval(), which changes {changed}, and a graph does not keep that; to go"
                 f" without it, set {type(module).__name__}.train = nn.Module.train before"
             )
         if has_backward_hooks(module) and any(True for _ in module.children()):
-            raise UntraceableError(f"{shown} carries backward hooks, which a graph does not keep")
+            raise CaptureError(f"{shown} carries backward hooks, which a graph does not keep")
 
 
 def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Captured:
     """The model's graph in its present mode.
 
     Raises:
-        UntraceableError: if it cannot be captured, or if the graph answers otherwise than the model.
+        CaptureError: if it cannot be captured, or if the graph answers otherwise than the model.
     """
-    with tracing_alone, seeded(0):
+    with capturing_alone, seeded(0):
         before = python_state()
         captured = export(model, examples, allowed)
         draws = python_state() != before
@@ -138,10 +138,10 @@ def check_answer(
             f"forward assigns to the buffer {assigned[0]}, which a graph does not keep; .copy_() writes into it"
         )
     if draws and draws_again:  # both, since another thread may have drawn during one of them
-        raise UntraceableError(DRAWS)
+        raise CaptureError(DRAWS)
     settled = [change for change in changes if not change.holds_tensor]
     if settled and (counted := _unsettled(model, settled, run)):
-        raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")
+        raise CaptureError(f"forward reads and changes {counted}, which a graph does not keep")
     if model.training and (lost := [each.name for each in changes if each.holds_tensor]):
         log.warning(
             "forward of %s writes %s, which a prepared model does not keep: let it return what others read of it",
@@ -151,9 +151,9 @@ def check_answer(
         with seeded(1), torch.no_grad(), restoring_state(model), _called_in_evaluation(owner, graph):
             answer = _Noting(owner, graph, examples).run()
     except Exception as error:
-        raise UntraceableError(f"its graph does not run: {first_line(error)}") from error
+        raise CaptureError(f"its graph does not run: {first_line(error)}") from error
     if not _are_same(answer, expected):
-        raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
+        raise CaptureError("its graph answers the example inputs otherwise than the model itself")
 
 
 def _unsettled(model: nn.Module, changes: list[Change], run: Callable[[], Any]) -> str:

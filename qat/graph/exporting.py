@@ -1,7 +1,7 @@
 """One mode of a model as `torch.export` records it, with as many free sizes as it allows."""
 
 import copy
-import sys
+import inspect
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from qat.graph.attention import scaled_dot_product_attention
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
 from qat.graph.lifting import Lifter, packed, unpacked
 from qat.graph.patches import mode_is_asked, torch_as_captured
-from qat.graph.side_effects import UntraceableError
+from qat.graph.side_effects import CaptureError
 from qat.graph.sizes import first_broken
 from qat.inputs import Examples, call_given, copied
 from qat.text import first_line
@@ -89,7 +89,7 @@ class Watching(TorchFunctionMode):
         if self.calls % 64 == 0 and time.thread_time() > self.until:  # it takes longer than a call
             raise OutOfPatienceError
         if asked := _lost(function):
-            raise UntraceableError(
+            raise CaptureError(
                 f"forward asks a tensor for {asked} ({place_of(_frames())}), which a graph does not keep"
             )
         if function is ATTENTION:
@@ -98,7 +98,7 @@ class Watching(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         except Exception as error:
             if depends_on_values(error):  # here, since torch.export prints its whole graph for it
-                raise UntraceableError(BY_VALUES.format(place_of(_frames()))) from error
+                raise CaptureError(BY_VALUES.format(place_of(_frames()))) from error
             raise
 
 
@@ -116,19 +116,18 @@ def _lost(function: Any) -> str | None:
     )
     if name not in GRADIENTS | OUTSIDE or running:
         return None
-    frame = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # modes of the export itself
-        frame = frame.f_back
-    caller = str(frame.f_globals.get("__name__", ""))
+    inside = (__name__, "")  # the modes of the export itself stand between
+    frames = (frame for frame, _ in _frames() if frame.f_code.co_name != "__torch_function__")
+    caller = next(module for frame in frames if (module := str(frame.f_globals.get("__name__", ""))) not in inside)
     return None if caller.startswith("torch.") else name
 
 
 def _frames() -> Iterator[tuple[Any, int]]:
     """The frames that run, innermost first, with their lines."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         yield frame, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 def place_of(frames: Iterable[tuple[Any, int]]) -> str:
@@ -154,7 +153,7 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Ca
     """The graph of a model in its present mode, with as many free sizes as possible of those that are `allowed`.
 
     Raises:
-        UntraceableError: if it cannot be captured; the message is that of the attempt that fixed least.
+        CaptureError: if it cannot be captured; the message is that of the attempt that fixed least.
     """
     leaves: list[Any] = []
     packing = {name: packed(value, leaves) for name, value in examples.items()}
@@ -170,14 +169,14 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Ca
         except Exception as error:
             if depends_on_values(error):
                 place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
-                raise UntraceableError(f"{kind} cannot be captured: {BY_VALUES.format(place)}") from error
-            if isinstance(error, UntraceableError):
-                raise UntraceableError(f"{kind} cannot be captured: {error}") from error
+                raise CaptureError(f"{kind} cannot be captured: {BY_VALUES.format(place)}") from error
+            if isinstance(error, CaptureError):
+                raise CaptureError(f"{kind} cannot be captured: {error}") from error
             first = first or error
     assert first is not None
     if "fake tensor" in str(first).lower():  # torch's word for what stands in for a tensor
-        raise UntraceableError(f"{kind} cannot be captured: forward makes a tensor in a way that is not recorded")
-    raise UntraceableError(f"torch.export cannot capture {kind}: {first_line(first)}") from first
+        raise CaptureError(f"{kind} cannot be captured: forward makes a tensor in a way that is not recorded")
+    raise CaptureError(f"torch.export cannot capture {kind}: {first_line(first)}") from first
 
 
 def _attempt(
@@ -204,7 +203,7 @@ def _attempt(
 
 def exported_program(outer: nn.Module, leaves: list[Any], free: str) -> ExportedProgram:
     """The export of a model of a list of tensors."""
-    axes = {"all": lambda x: range(x.dim()), "batch": lambda x: range(min(1, x.dim())), "none": lambda x: ()}[free]
-    dynamic = [dict.fromkeys(axes(x), Dim.AUTO) for x in leaves]
+    axes = {"all": None, "batch": 1, "none": 0}[free]
+    dynamic = [dict.fromkeys([*range(x.dim())][:axes], Dim.AUTO) for x in leaves]
     with torch.enable_grad(), sizes_from_zero():
         return torch.export.export(outer, (leaves,), dynamic_shapes=(dynamic,), strict=False)

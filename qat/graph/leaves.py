@@ -16,7 +16,7 @@ from qat.contexts import evaluating
 from qat.graph.attention import multi_head_attention
 from qat.layers.twins import float_type_of
 from qat.quantizer import Quantizer
-from qat.torch_internals import forget_decisions, pytree, version_of
+from qat.torch_internals import CALLED, call_by_hand, forget_decisions, pytree, version_of
 
 TAKEN_APART = (
     nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder,
@@ -26,7 +26,7 @@ TAKEN_APART = (
 KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d", "SyncBatchNorm", "CUDASyncBatchNorm")
 """Modules that stay whole: torchvision's first draws by row, and the BatchNorms fold as modules."""
 
-library = torch.library.Library("qat", "FRAGMENT")
+library: Any = torch.library.Library("qat", "FRAGMENT")  # type: ignore[no-untyped-call]
 library.define("leaf(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
 LEAF: Any = torch.ops.qat.leaf.default
 fx.node.has_side_effect(LEAF)
@@ -72,7 +72,7 @@ class LeafCall:
         return pytree.tree_unflatten([next(found) if one is TENSOR else one for one in self.results], self.packing)
 
 
-@torch.library.register_fake("qat::leaf", lib=library)
+@torch.library.register_fake("qat::leaf", lib=library)  # type: ignore[untyped-decorator]
 def _shapes(number: int, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
     call = calls[number]
     args, kwargs = call.arguments(tensors, sizes)
@@ -131,7 +131,7 @@ def opaque_leaves(model: nn.Module) -> Iterator[None]:
     """A context in which the leaves of a model are opaque, and its attention modules are their operations.
 
     The model is a copy that is thrown away. torch.export gives out stand-ins of modules that share their attributes, so
-    the way in is `_call_impl` of the instance.
+    the way in is what a call of the instance runs.
     """
     calls.clear()
     inside = ""
@@ -140,7 +140,7 @@ def opaque_leaves(model: nn.Module) -> Iterator[None]:
             continue
         if is_leaf(module):
             inside = f"{name}."
-            vars(module)["_call_impl"] = partial(_call, name, module)
+            vars(module)[CALLED] = partial(_call, name, module)
         elif type(module) is nn.MultiheadAttention:
             vars(module)["forward"] = partial(multi_head_attention, module, named)
     try:
@@ -150,4 +150,4 @@ def opaque_leaves(model: nn.Module) -> Iterator[None]:
 
 
 def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return LeafCall(name, partial(type(module)._call_impl, module), args, kwargs)()
+    return LeafCall(name, call_by_hand(module), args, kwargs)()

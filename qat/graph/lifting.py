@@ -13,10 +13,10 @@ from torch.export.graph_signature import InputKind
 
 from qat.graph.leaves import LEAF, TENSOR, LeafCall
 from qat.graph.operators import CHECKS, SAME, VMAPPED, called
-from qat.graph.side_effects import UntraceableError
+from qat.graph.side_effects import CaptureError
 from qat.graph.sizes import expect_default, expect_sizes
 from qat.inputs import Examples
-from qat.torch_internals import GRAPH_CONSTANT, buffers_of, pytree
+from qat.torch_internals import GRAPH_CONSTANT, buffers_of, fields_of, pytree, writes_to_first
 
 OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """Kinds of parameters that take any number of arguments."""
@@ -43,15 +43,15 @@ def packed(value: Any, slots: list[Any]) -> Any:
     """A value with a `Slot` in place of each tensor and size, which are added to `slots`; containers are copied.
 
     Raises:
-        UntraceableError: if it holds something else than tensors, plain values, and containers of these.
+        CaptureError: if it holds something else than tensors, plain values, and containers of these.
     """
     if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)):
         slots.append(value)
         return Slot(len(slots) - 1)
     if isinstance(value, (Slot, *FIXED)):
         return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Record(type(value), {name: packed(getattr(value, name), slots) for name in value._fields})
+    if isinstance(value, tuple) and (names := fields_of(value)):
+        return Record(type(value), {name: packed(getattr(value, name), slots) for name in names})
     if type(value) in (list, tuple, torch.Size):
         items = [packed(each, slots) for each in value]
         return items if type(value) is list else tuple(items)
@@ -59,8 +59,8 @@ def packed(value: Any, slots: list[Any]) -> Any:
         values = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         return Record(type(value), {name: packed(each, slots) for name, each in values.items()})
     if isinstance(value, dict):
-        items = {key: packed(each, slots) for key, each in value.items()}
-        return items if type(value) is dict else Record(type(value), {"": items})
+        by_key = {key: packed(each, slots) for key, each in value.items()}
+        return by_key if type(value) is dict else Record(type(value), {"": by_key})
     return value
 
 
@@ -121,7 +121,7 @@ class Lifter:
             elif node is not None and spec.kind is InputKind.CONSTANT_TENSOR:
                 self.known[node] = self.exported.constants[spec.target].detach()
             else:
-                raise UntraceableError(f"forward has an input that is a {spec.kind.name.lower()}")
+                raise CaptureError(f"forward has an input that is a {spec.kind.name.lower()}")
         self._inputs(inputs, examples, packing, conditions)
         self._body(self.exported.graph_module)
         results = self.exported.graph.output_node().args[0]
@@ -217,12 +217,13 @@ class Lifter:
                 self._call(node)
 
     def _call(self, node: fx.Node) -> None:
+        source: Any = node.args[0] if node.args else None
         target: Any = node.target
         name = getattr(target, "__name__", str(target)).removeprefix("aten.").partition(".")[0]
         if name in CHECKS:
             return
         if name in VMAPPED:
-            raise UntraceableError("forward calls torch.vmap, which a graph does not keep")
+            raise CaptureError("forward calls torch.vmap, which a graph does not keep")
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             self._inline(node, name)
         elif target is LEAF:
@@ -230,12 +231,12 @@ class Lifter:
         elif self._is_fixed(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: self.known[each])
             self.known[node] = target(*args, **kwargs)
-        elif target is operator.getitem and isinstance(self.env.get(node.args[0]), (list, tuple)):
-            self.env[node] = self.env[node.args[0]][node.args[1]]
+        elif target is operator.getitem and isinstance(self.env.get(source), (list, tuple)):
+            self.env[node] = self.env[source][node.args[1]]
         elif name in SAME:
-            self.env[node] = self._node(node.args[0])
+            self.env[node] = self._node(source)
         elif any(isinstance(self.env.get(each), fx.GraphModule) for each in node.all_input_nodes):
-            raise UntraceableError(f"forward calls {name}, which a graph of torch.fx does not keep")
+            raise CaptureError(f"forward calls {name}, which a graph of torch.fx does not keep")
         else:
             self._call_operator(node)
 
@@ -255,8 +256,7 @@ class Lifter:
         mine = self._describe(self.graph.create_node(operation, target, args, kwargs), node)
         first_of_two = "adaptive_max_pool" in str(node.target)  # F returns the first alone
         self.env[node] = [mine, None] if first_of_two else self._cut(mine, node.meta.get("val"))
-        schema = getattr(node.target, "_schema", None)
-        if schema and schema.arguments and schema.arguments[0].alias_info and schema.arguments[0].alias_info.is_write:
+        if writes_to_first(node.target):
             self._rename(node.args[0], mine)
 
     def _cut(self, mine: fx.Node, value: Any) -> fx.Node:
@@ -277,7 +277,7 @@ class Lifter:
         """The nodes of a region under no_grad or without autocast."""
         by_grad = name == "wrap_with_set_grad_enabled"
         if not by_grad and node.args[1] is not None and node.args[2]:
-            raise UntraceableError("a part of it runs under autocast, which a graph does not keep")
+            raise CaptureError("a part of it runs under autocast, which a graph does not keep")
         place = 1 if by_grad else 4
         part: Any = self.env[node.args[place]]  # type: ignore[index]
         inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
@@ -293,7 +293,7 @@ class Lifter:
         call = self.calls[number]
         args, kwargs = call.arguments(tensors, sizes)
         make = self.graph.call_module if isinstance(call.target, str) else self.graph.call_function
-        mine = self._describe(make(call.target, args, kwargs), node)  # type: ignore[arg-type]
+        mine = self._describe(make(call.target, args, kwargs), node)
         mine.meta |= call.note
         packing = packed(pytree.tree_unflatten([Slot(i) for i in range(len(call.results))], call.packing), [])
         values: dict[int, fx.Node] = {}

@@ -17,7 +17,7 @@ from qat.graph.exporting import Captured
 from qat.graph.in_place import written_by
 from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
 from qat.graph.optional import ByMode, leave_out
-from qat.graph.side_effects import LostStateError, UntraceableError
+from qat.graph.side_effects import CaptureError, LostStateError
 from qat.inputs import Examples
 from qat.text import first_line
 from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
@@ -38,7 +38,7 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
     """The model as a graph module that shares its submodules and follows train and eval mode as the model does.
 
     Raises:
-        UntraceableError: if the model cannot be captured, or if only evaluation applies a BatchNorm.
+        CaptureError: if the model cannot be captured, or if only evaluation applies a BatchNorm.
     """
     check_modules(model, graph_class)
     with evaluating(model):
@@ -76,14 +76,14 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
     """The graph of training; where it cannot be captured, that of evaluation, with dropouts that act."""
     graph = copy.deepcopy(evaluation.graph)
     if not evaluation.asks_mode:
-        with contextlib.suppress(UntraceableError):  # its hooks or `train` may do something else
+        with contextlib.suppress(CaptureError):  # its hooks or `train` may do something else
             check_answer(model, examples, graph)
             return graph
     try:
         return graph_of(model, examples, (evaluation.free, "none")).graph
     except LostStateError:
         raise
-    except UntraceableError as error:
+    except CaptureError as error:
         for node in [node for node in graph.nodes if node.target in DROPOUTS]:
             given = given_by_name(node, DROPOUT)
             node.args, node.kwargs = (given["input"], given.get("p", 0.5), True), {}
@@ -92,13 +92,13 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
         check_answer(model, examples, graph)
     except LostStateError:
         raise
-    except UntraceableError:
+    except CaptureError:
         log.warning(
             "%s cannot be captured in training: %s. In training the prepared model computes what it computes in"
             " evaluation, with dropouts and norms in training mode", type(model).__name__, reason,
         )  # fmt: skip
     except Exception as error:  # it needs labels, or images of another size
-        raise UntraceableError(f"{type(model).__name__} does not run in training: {first_line(error)}") from error
+        raise CaptureError(f"{type(model).__name__} does not run in training: {first_line(error)}") from error
     return graph
 
 
@@ -142,7 +142,7 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
             continue
         _check_side_effects(node, "evaluation", model)
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), AnyBatchNorm):
-            raise UntraceableError(
+            raise CaptureError(
                 f"{type(model).__name__} applies {node.target} to something else in evaluation than in training, and"
                 " one graph for both would update its statistics with both"
             )
@@ -163,7 +163,7 @@ def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
     writes = written_by(node, model) is not None and isinstance(target, fx.Node) and target.op == "get_attr"
     normalises = node.target is F.batch_norm
     if writes or normalises:
-        raise UntraceableError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")
+        raise CaptureError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")
 
 
 def _what(node: fx.Node, known: dict[fx.Node, fx.Node]) -> Any:

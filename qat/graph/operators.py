@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from qat.torch_internals import argument_names
+from qat.torch_internals import argument_names, name_of_operator
 
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """Operation, target, args and kwargs of a node of torch.fx."""
@@ -76,10 +76,10 @@ HOMES = ((torch, ""), (F, ""), (torch.fft, "fft_"), (torch.linalg, "linalg_"), (
 def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call that a node of an export stands for; the operator itself if nothing else is known."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    name, overload = name_of_operator(target)
+    if not name:
         return "call_function", target, args, kwargs
-    name = target._schema.name.removeprefix("aten::")
-    given = dict(zip([argument.name for argument in target._schema.arguments], args, strict=False)) | kwargs
+    given = dict(zip(argument_names(target), args, strict=False)) | kwargs
     kwargs = {key: value for key, value in kwargs.items() if key not in UNSAID}
     if name == "sym_size":
         return "call_method", "size", args, kwargs
@@ -87,13 +87,13 @@ def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
         return _indexed(node, name, args, kwargs)
     if name in ORDER:
         return "call_function", getattr(F, name), tuple(given.get(key) for key in ORDER[name] if key in given), {}
-    if "upsample" in name and target._overloadname == "vec":
+    if "upsample" in name and overload == "vec":
         return _resized(name.rstrip("123d") if not name.endswith("_aa") else name.replace("2d", ""), given)
     if name in PYTHONS and len(args) == (1 if name in ("neg", "bitwise_not") else 2) and not kwargs:
         return "call_function", PYTHONS[name], args, {}
     if name in ("T", "mT", "H", "mH", "numpy_T"):
         return "call_function", getattr, (args[0], name.removeprefix("numpy_")), {}
-    if name == "view" and target._overloadname != "dtype":  # a tensor may be contiguous in one mode alone
+    if name == "view" and overload != "dtype":  # a tensor may be contiguous in one mode alone
         return "call_method", "reshape", args, {}
     if name in METHODS or (name.endswith("_") and hasattr(torch.Tensor, name)):
         return "call_method", name, args, kwargs

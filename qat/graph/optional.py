@@ -11,6 +11,7 @@ from qat.graph.capture import check_answer
 from qat.graph.nodes import FACTS, free_name, submodule_of
 from qat.graph.sizes import EXPECTATIONS
 from qat.inputs import Examples
+from qat.torch_internals import children_of
 
 
 class ByMode(nn.Module):
@@ -41,7 +42,7 @@ def leave_out(graph_module: fx.GraphModule, model: nn.Module, examples: Examples
     for name in [node.target for node in graph_module.graph.find_nodes(op="placeholder") if node.args == (None,)]:
         if not isinstance(examples.get(str(name)), Tensor):
             continue
-        graph, kept = copy.deepcopy(graph_module.graph), set(graph_module._modules)
+        graph, kept = copy.deepcopy(graph_module.graph), set(children_of(graph_module))
         try:
             if _split(graph_module, str(name)):
                 fewer = {key: value for key, value in examples.items() if key != name}
@@ -50,7 +51,7 @@ def leave_out(graph_module: fx.GraphModule, model: nn.Module, examples: Examples
                         check_answer(model, given, graph_module.graph, owner=graph_module)
         except Exception:  # forward needs it
             graph_module.graph = graph
-            for added in graph_module._modules.keys() - kept:
+            for added in children_of(graph_module).keys() - kept:
                 delattr(graph_module, added)
 
 

@@ -1,8 +1,8 @@
 """Everything in torch and Python that is patched while a model is captured, each patch with the models that need it.
 
-These functions can only be replaced for the whole process. So one thread at a time captures (`tracing_alone`): two that
-patched at once would restore each other's patches. A replacement acts in the thread that captures; in any other thread
-it calls the original.
+These functions can only be replaced for the whole process. So one thread at a time captures (`capturing_alone`): two
+that patched at once would restore each other's patches. A replacement acts in the thread that captures; in any other
+thread it calls the original.
 
     len                           models that ask `len(x)`, which must be an int and so would fix the size
     scaled_dot_product_attention  torch's own Python code that calls it; `Watching` sees the calls of others
@@ -15,7 +15,7 @@ it calls the original.
 """
 
 import builtins
-import sys
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from qat.graph.attention import scaled_dot_product_attention
-from qat.graph.side_effects import UntraceableError
+from qat.graph.side_effects import CaptureError
 from qat.torch_internals import CAUSAL_MASK_DETECTION, CHECKPOINT, applied_function, export_printing, load_dynamo
 
-tracing_alone = threading.RLock()
+capturing_alone = threading.RLock()
 """A context that one thread at a time can be in; the same thread may enter it again."""
 
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
     """A context in which attention and encoder layers run as plain operators in this thread."""
-    with tracing_alone, _replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
+    with capturing_alone, _replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
         yield
 
 
@@ -53,7 +53,7 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
     def refuse(context: Any) -> None:
         if not is_paused():
             kind = applied_function(context)
-            raise UntraceableError(
+            raise CaptureError(
                 f"forward applies {kind.__module__}.{kind.__qualname__}, which has a gradient of its own"
             )
 
@@ -76,7 +76,9 @@ def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
     here = threading.get_ident()
 
     def read(module: nn.Module) -> bool:
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        caller = str(frame.f_back.f_globals.get("__name__", ""))
         by_model = not caller.startswith("torch.") or caller.startswith("torch.nn.")
         if by_model and threading.get_ident() == here and not is_paused():
             asked.append(type(module).__name__)
@@ -85,7 +87,7 @@ def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
     def write(module: nn.Module, training: bool) -> None:
         vars(module)["training"] = training
 
-    with tracing_alone:
+    with capturing_alone:
         nn.Module.training = property(read, write)  # type: ignore[assignment]
         try:
             yield asked
@@ -106,7 +108,7 @@ def _free_length(original: Any) -> Any:
 
 @contextmanager
 def _replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
-    """A context in which functions, by module and name, are replaced for this thread, inside `tracing_alone`."""
+    """A context in which functions, by module and name, are replaced for this thread, inside `capturing_alone`."""
     with ExitStack() as patches:
         for (module, name), replacement in replacements.items():
             original = getattr(module, name, getattr(builtins, name, None))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qat.graph.patches import tracing_alone
+from qat.graph.patches import capturing_alone
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def rewinding() -> Iterator[Callable[[], None]]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context in which torch's, Python's and NumPy's generators start from a seed; for one thread at a time."""
-    with tracing_alone, rewinding():
+    with capturing_alone, rewinding():
         torch.default_generator.manual_seed(seed)
         if _cards():
             torch.cuda.manual_seed_all(seed)

@@ -27,11 +27,11 @@ class Change(NamedTuple):
     holds_tensor: bool = False
 
 
-class UntraceableError(ValueError):
+class CaptureError(ValueError):
     """A model or submodule cannot be traced as one graph; the message says why."""
 
 
-class LostStateError(UntraceableError):
+class LostStateError(CaptureError):
     """A graph would not change the model's state as its forward does."""
 
 

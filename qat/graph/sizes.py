@@ -13,7 +13,8 @@ from qat.torch_internals import size_checker
 
 @functools.lru_cache(maxsize=256)
 def _checker(conditions: tuple[str, ...]) -> Callable[[list[Any]], bool]:
-    return size_checker(f"({' and '.join(f'({each})' for each in conditions)})")
+    checker: Callable[[list[Any]], bool] = size_checker(f"({' and '.join(f'({each})' for each in conditions)})")
+    return checker
 
 
 def first_broken(conditions: Sequence[str], tensors: list[Any]) -> str | None:

@@ -1,7 +1,7 @@
-"""From a float model to quantized graphs: one for all of it, else one for each of its largest traceable submodules.
+"""From a float model to quantized graphs: one for all of it, else one for each of its largest submodules.
 
-`prepare_graph` swaps layers, quantizes functional weights and places grids. `prepare_parts` is for models that torch.fx
-cannot trace as a whole: layers outside of the parts are quantized one by one.
+`prepare_graph` swaps layers, quantizes functional weights and places grids. `prepare_parts` is for models that a graph
+cannot hold as a whole: layers outside of the parts are quantized one by one.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import fx, nn
 from qat.contexts import evaluating, first_calls
 from qat.graph.in_place import copy_before_writes, mark_later_writes
 from qat.graph.modes import trace
-from qat.graph.side_effects import UntraceableError, restoring_state
+from qat.graph.side_effects import CaptureError, restoring_state
 from qat.inputs import Arguments, Examples, bind_arguments, call_with, described, does_not_run, model_device
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
@@ -33,11 +33,11 @@ def prepare_graph(
     """Trace a float model, or a submodule of one, and quantize the graph, which takes over the model's own layers.
 
     Raises:
-        UntraceableError: if it cannot be traced; the model is then unchanged.
+        CaptureError: if it cannot be traced; the model is then unchanged.
         ValueError: if a grid of the recipe, whose names are those in root, does not fit.
     """
     if examples is None:
-        raise UntraceableError("there are no example_inputs, with which the model would be one graph")
+        raise CaptureError("there are no example_inputs, with which the model would be one graph")
     graph_module = trace(root, examples, graph_class)
     rewrite_for_target(graph_module, recipe)
     mark_later_writes(graph_module)
@@ -170,7 +170,7 @@ class _PartsVisitor:
         try:
             examples = bind_arguments(child, *self.calls[child])
             part = prepare_graph(child, ScopedRecipe(self.recipe, name), examples, self.graph_class)
-        except (UntraceableError, TypeError):
+        except (CaptureError, TypeError):
             return None
         vars(part)["float_class"] = type(child)
         # The rest of the model may ask for `backbone.out_channels`, or call `head.compute_loss(...)`.

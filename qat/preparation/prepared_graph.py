@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import pickle
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +15,7 @@ from qat.graph.nodes import Written, read, written
 from qat.graph.sizes import expect_default
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
-from qat.torch_internals import GRAPH_CONSTANT, children_of, pytree, unsaved_buffers_of
+from qat.torch_internals import GRAPH_CONSTANT, children_of, hooks_of, pytree, unsaved_buffers_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -213,6 +214,27 @@ class PreparedGraph(Block, fx.GraphModule):
             unsaved_buffers_of(part).update(unsaved_buffers_of(module))  # torch 2.11 forgets them
         same: PreparedGraph = twin
         return same
+
+
+def keep_all_attributes(prepared: nn.Module, model: nn.Module) -> None:
+    """Keep the attributes of the model and its blocks, and the methods of their classes: other code may want them."""
+    parts = dict(prepared.named_modules())
+    for name, module in model.named_modules():
+        twin = parts.get(name)
+        if isinstance(twin, Block):
+            kept = {**plain_attributes(module), "float_class": type(module)}
+            keep_attributes({key: value for key, value in kept.items() if _is_storable(value)}, twin)
+            if any(hooks_of(module)):
+                log.warning("prepare: the graph holds what hooks of %r computed, and they do not run again", name)
+
+
+def _is_storable(value: Any) -> bool:
+    """Whether a copy of it can be pickled, as the prepared model can be: no lambda, no local class, no open file."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever its class raises
+        return False
+    return True
 
 
 def class_of(model: PreparedGraph) -> type[PreparedGraph]:

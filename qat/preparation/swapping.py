@@ -40,7 +40,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRec
             graph_module.set_submodule(
                 name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_type_of(layer)))
             )
-        elif type(layer) is not nn.MultiheadAttention:  # the tracer takes attention apart
+        elif type(layer) is not nn.MultiheadAttention:  # the capture takes attention apart
             left[name] = reason
     return left
 
