@@ -15,13 +15,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
-import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
-from torch.fx.experimental import _config as export_settings
-from torch.fx.experimental import symbolic_shapes
 from torch.fx.node import _get_qualified_name as name_of
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
@@ -32,7 +29,6 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "AnyBatchNorm",
@@ -259,13 +255,14 @@ _CALLED_BY_MODELS = tuple(f"{_TORCH}/{part}" for part in ("nn/", "functional.py"
 
 def sizes_from_zero() -> Any:
     """A context in which an export does not take for granted that sizes are not 0 or 1."""
-    settings: Any = export_settings
+    settings: Any = importlib.import_module("torch.fx.experimental._config")
     return settings.patch(backed_size_oblivious=True)
 
 
 def depends_on_values(error: BaseException) -> bool:
     """Whether an export failed since the way through forward depends on the values of a tensor."""
-    return isinstance(error, symbolic_shapes.GuardOnDataDependentSymNode)
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")  # it takes as long as torch itself
+    return isinstance(error, shapes.GuardOnDataDependentSymNode)
 
 
 @contextmanager
@@ -284,6 +281,9 @@ def size_conditions(exported: Any, count: int) -> list[str]:
 
     Left out is what operators decide for themselves when they run: how they lay out memory, whether they broadcast.
     """
+    import sympy  # late, as it takes half a second
+    from torch.utils._sympy.printers import PythonPrinter
+
     values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-count:]
     conditions: list[str] = []
     shapes = None

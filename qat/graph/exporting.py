@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from qat.contexts import warnings_ignored
-from qat.graph.attention import scaled_dot_product_attention
+from qat.graph.attention import multi_head_attention, scaled_dot_product_attention
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
 from qat.graph.lifting import Lifter, packed, unpacked
 from qat.graph.patches import mode_is_asked, torch_as_captured
@@ -187,10 +187,9 @@ def _attempt(
     outer = Outer(copy.deepcopy(model, shared), packing, results)
     outer.training = model.training
     until = time.thread_time() + PATIENCE if free == "all" else float("inf")
-    with (
-        torch_as_captured(is_paused), opaque_leaves(outer.model), mode_is_asked(is_paused) as asked, Watching(until),
-        warnings_ignored(),
-    ):  # fmt: skip
+    opaque = opaque_leaves(outer.model, multi_head_attention)
+    captured = torch_as_captured(is_paused)
+    with captured, opaque, mode_is_asked(is_paused) as asked, Watching(until), warnings_ignored():
         exported = exported_program(outer, copied(given), free)
         recorded: list[LeafCall] = [*calls]
     ranks = [f"len(s[{number}]) == {x.dim()}" for number, x in enumerate(leaves) if isinstance(x, Tensor)]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.contexts import evaluating
-from qat.graph.attention import multi_head_attention
 from qat.layers.twins import float_type_of
 from qat.quantizer import Quantizer
 from qat.torch_internals import CALLED, call_by_hand, forget_decisions, pytree, version_of
@@ -127,8 +126,8 @@ def _rests_in_evaluation(module: nn.Module) -> bool:
 
 
 @contextmanager
-def opaque_leaves(model: nn.Module) -> Iterator[None]:
-    """A context in which the leaves of a model are opaque, and its attention modules are their operations.
+def opaque_leaves(model: nn.Module, attention: Callable[..., Any]) -> Iterator[None]:
+    """A context in which the leaves of a model are opaque, and its attention modules run `attention(module, named)`.
 
     The model is a copy that is thrown away. torch.export gives out stand-ins of modules that share their attributes, so
     the way in is what a call of the instance runs.
@@ -142,7 +141,7 @@ def opaque_leaves(model: nn.Module) -> Iterator[None]:
             inside = f"{name}."
             vars(module)[CALLED] = partial(_call, name, module)
         elif type(module) is nn.MultiheadAttention:
-            vars(module)["forward"] = partial(multi_head_attention, module, named)
+            vars(module)["forward"] = partial(attention, module, named)
     try:
         yield
     finally:
@@ -150,4 +149,19 @@ def opaque_leaves(model: nn.Module) -> Iterator[None]:
 
 
 def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return LeafCall(name, call_by_hand(module), args, kwargs)()
+    run = call_by_hand(module)
+    if isinstance(module, nn.RNNBase) and isinstance(args[0] if args else kwargs.get("input"), Tensor):
+        run = partial(_recurrent, module)
+    return LeafCall(name, run, args, kwargs)()
+
+
+def _recurrent(module: nn.RNNBase, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+    """Empty results of a recurrent layer: torch's code goes over the sequence step by step, and so fixes its length."""
+    size, directions = module.proj_size or module.hidden_size, 1 + module.bidirectional
+    samples = input.shape[0 if module.batch_first else 1 : 1 if module.batch_first else 2] if input.dim() == 3 else ()
+    states = [
+        input.new_empty(directions * module.num_layers, *samples, width)
+        for width in (size, module.hidden_size)[: 1 + (module.mode == "LSTM")]
+    ]
+    y = input.new_empty(*input.shape[:-1], directions * size)
+    return y, tuple(states) if len(states) > 1 else states[0]

@@ -51,8 +51,8 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
     """
 
     def refuse(context: Any) -> None:
-        if not is_paused():
-            kind = applied_function(context)
+        kind = applied_function(context)
+        if not is_paused() and not kind.__module__.startswith("torch."):  # an operator of torch.library stays one
             raise CaptureError(
                 f"forward applies {kind.__module__}.{kind.__qualname__}, which has a gradient of its own"
             )

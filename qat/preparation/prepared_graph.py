@@ -222,7 +222,8 @@ def keep_all_attributes(prepared: nn.Module, model: nn.Module) -> None:
     for name, module in model.named_modules():
         twin = parts.get(name)
         if isinstance(twin, Block):
-            kept = {**plain_attributes(module), "float_class": type(module)}
+            own = {} if type(module).__module__.startswith("torch.") else {"float_class": type(module)}
+            kept = plain_attributes(module) | own  # torch's containers would append what no graph calls
             keep_attributes({key: value for key, value in kept.items() if _is_storable(value)}, twin)
             if any(hooks_of(module)):
                 log.warning("prepare: the graph holds what hooks of %r computed, and they do not run again", name)

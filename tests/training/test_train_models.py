@@ -124,7 +124,7 @@ def test_quantized_layers_of_ones_own_are_float_before_they_are_quantized(folder
 def test_a_model_prepared_in_parts_trains_without_an_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("Parts") == 2
     said = capsys.readouterr().err
-    assert "Parts was prepared in parts, since torch.fx cannot trace Parts" in said and "export.onnx=false" in said
+    assert "Parts was prepared in parts, since Parts cannot be captured" in said and "export.onnx=false" in said
     assert not (folder / "run").exists()
     assert run("Parts", "export.onnx=false") == 0
     found = summary(folder / "run")
