@@ -78,7 +78,7 @@ def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
     target: Any = node.target
     name, overload = name_of_operator(target)
     if not name:
-        return "call_function", target, args, kwargs
+        return "call_function", getattr(target, "overloadpacket", target), args, kwargs
     given = dict(zip(argument_names(target), args, strict=False)) | kwargs
     kwargs = {key: value for key, value in kwargs.items() if key not in UNSAID}
     if name == "sym_size":

@@ -148,7 +148,9 @@ def operands(model: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
             continue
         grid = node.kwargs.get("input_quantizer")
         for operand in node.all_input_nodes:
-            if operand is grid or operand is node.kwargs.get("norm") or operand not in tensors:
+            if operand is grid or operand is node.kwargs.get("norm"):
+                continue
+            if operand not in tensors and not is_quantizer(model, operand):
                 continue
             while name_of(operand) in MOVES:
                 operand = operand.all_input_nodes[0]
