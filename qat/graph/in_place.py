@@ -1,7 +1,7 @@
 """In-place writes: which methods, functions and modules write into existing tensors, and which nodes would see it.
 
-Tracing gives a tensor that is changed in place a new name (see `QuantTracer.create_proxy`), so a graph mostly reads as
-if nothing were written. Views remain: a node may read memory that is written under another name.
+The capture gives a tensor that is changed in place a new name (`Lifter`), so a graph mostly reads as if nothing were
+written. Views remain: a node may read memory that is written under another name.
 """
 
 import functools
@@ -16,11 +16,6 @@ from qat.graph.nodes import PLAIN_RESULTS, WRITTEN_LATER, join_groups, submodule
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.registry import estimator_of
-
-AUGMENTED = {f"i{name}" for name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
-)}  # fmt: skip
-"""Python's operators that write into their first operand."""
 
 PYTHONS_OWN = {operator.and_, operator.or_, operator.not_, operator.is_}
 """Operators that write nothing, though their names end as those of torch's methods that do."""
@@ -87,7 +82,7 @@ def _writes_into_first(node: fx.Node, model: nn.Module) -> bool:
     asked = node.kwargs.get("inplace", node.args[place] if place is not None and len(node.args) > place else False)
     if node.target in PYTHONS_OWN:
         return False
-    return bool(asked) or name == "setitem" or name in AUGMENTED or _is_in_place(name)
+    return bool(asked) or name == "setitem" or _is_in_place(name)
 
 
 def _is_in_place(name: str) -> bool:

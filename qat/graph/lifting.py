@@ -126,11 +126,8 @@ class Lifter:
         self._body(self.exported.graph_module)
         results = self.exported.graph.output_node().args[0]
         made = [self._value(each) for each in results]
-        self.graph.output(unpacked(result, made.__getitem__, self._container))
+        self.graph.output(unpacked(result, made.__getitem__, self.graph.call_function))
         return self.graph
-
-    def _container(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        return self.graph.call_function(kind, args, kwargs)
 
     def _inputs(self, inputs: list[Any], examples: Examples, packing: dict[str, Any], conditions: Any) -> None:
         parameters = inspect.signature(self.model.forward).parameters.values()
@@ -245,6 +242,8 @@ class Lifter:
         return not drawn and all(each in self.known for each in node.all_input_nodes)
 
     def _call_operator(self, node: fx.Node) -> None:
+        if writes_to_first(node.target):
+            self._copy_constant(node.args[0])
         args, kwargs = self._value(node.args), dict(self._value(dict(node.kwargs)))
         if node.target is torch.ops.aten.sym_size.int:  # of labels, maybe, which a call may leave out
             args = self.sizes.get(str(node.meta["val"]), args)
@@ -288,9 +287,17 @@ class Lifter:
         self.detached = detached
         self.env[node] = tuple(self._value(list(part.graph.output_node().args[0])))
 
+    def _copy_constant(self, node: Any) -> None:
+        """Let what is about to be written be a copy: each call starts from the constant that forward makes."""
+        if node in self.known:
+            self.env[node] = self.graph.call_method("clone", (self._node(node),))
+            del self.known[node]
+
     def _call_leaf(self, node: fx.Node) -> None:
-        number, tensors, sizes = self._value(node.args)
-        call = self.calls[number]
+        call: Any = self.calls[node.args[0]]  # type: ignore[index]
+        for place in call.written:
+            self._copy_constant(node.args[1][place])  # type: ignore[index]
+        _, tensors, sizes = self._value(node.args)
         args, kwargs = call.arguments(tensors, sizes)
         make = self.graph.call_module if isinstance(call.target, str) else self.graph.call_function
         mine = self._describe(make(call.target, args, kwargs), node)

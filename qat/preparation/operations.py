@@ -52,10 +52,10 @@ FLOAT_PRODUCTS = {
 """Products that stay in float as functions; F.linear and F.conv only if their weight is not a parameter."""
 
 JOINING: dict[Operation, Calls] = {
-    "add": ((), {operator.add, operator.iadd, torch.add}, {"add", "add_"}),
-    "sub": ((), {operator.sub, operator.isub, torch.sub}, {"sub", "sub_"}),
-    "mul": ((), {operator.mul, operator.imul, torch.mul}, {"mul", "mul_"}),
-    "div": ((), {operator.truediv, operator.itruediv, torch.div}, {"div", "div_"}),
+    "add": ((), {operator.add, torch.add}, {"add", "add_"}),
+    "sub": ((), {operator.sub, torch.sub}, {"sub", "sub_"}),
+    "mul": ((), {operator.mul, torch.mul}, {"mul", "mul_"}),
+    "div": ((), {operator.truediv, torch.div}, {"div", "div_"}),
     "maximum": ((), {torch.maximum}, {"maximum"}),
     "minimum": ((), {torch.minimum}, {"minimum"}),
     "cat": ((), {torch.cat, torch.concat}, set()),

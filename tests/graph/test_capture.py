@@ -84,6 +84,12 @@ def written(net: Any, x: Tensor) -> Tensor:
     return y * z.sum()  # type: ignore[no-any-return]
 
 
+def written_constant(net: Any, x: Tensor) -> Tensor:
+    sums = torch.zeros(8)
+    sums.add_(x.sum((0, 1)))
+    return net.a(x) + sums  # type: ignore[no-any-return]
+
+
 def without_gradients(net: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         weights = torch.softmax(net.a(x), -1)
@@ -113,6 +119,7 @@ MODELS: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "windows": (windows, IMAGES),
     "a mask by finfo": (masked, ROWS),
     "writes into views": (written, ROWS),
+    "writes into a constant": (written_constant, ROWS),
     "no_grad": (without_gradients, ROWS),
     "another answer in training": (by_mode, ROWS),
     "attention": (attended, ROWS),
