@@ -132,7 +132,7 @@ def _measure(row: Row, case: Case, model: nn.Module, folder: Path, exports: bool
         facts["result"] = result_of(model, case.inputs)
         facts |= evaluation(model, case.inputs, row.facts["steps"]["build"]["refused"])
     with row.step("copy") as facts:
-        facts |= copies(model, case.inputs, folder / "fresh.pt")
+        facts |= copies(model, case.inputs, folder / "fresh.pt", row.facts["steps"]["build"]["refused"])
     if not exports:
         return
     files: list[tuple[Part, Path]] = []

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from qat.contexts import warnings_ignored
 from qat.graph.attention import multi_head_attention, scaled_dot_product_attention
+from qat.graph.caches import empty_caches
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
 from qat.graph.lifting import Lifter, packed, unpacked
 from qat.graph.patches import mode_is_asked, torch_as_captured
@@ -141,12 +142,17 @@ def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:
     """Which sizes are free, and the inputs to export with; the first that works is the best."""
     sizes = {x.shape[0] if x.dim() else 0 for x in examples if isinstance(x, Tensor)}
     if len(sizes) == 1 and 0 not in sizes and all(isinstance(x, Tensor) for x in examples):
-        grown = [x[torch.arange(BATCH, device=x.device) % len(x)] for x in examples]
+        grown = resized(examples, BATCH)
         yield "all", grown
         yield "batch", grown
     yield "all", examples
     yield "batch", examples
     yield "none", examples
+
+
+def resized(examples: list[Any], count: int) -> list[Any]:
+    """Tensors with so many samples, of those that there are."""
+    return [x[torch.arange(count, device=x.device) % len(x)] for x in examples]
 
 
 def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Captured:
@@ -186,6 +192,8 @@ def _attempt(
     results: list[Any] = []
     outer = Outer(copy.deepcopy(model, shared), packing, results)
     outer.training = model.training
+    if given is not leaves:
+        empty_caches(outer.model, lambda count: outer(resized(leaves, count)))
     until = time.thread_time() + PATIENCE if free == "all" else float("inf")
     opaque = opaque_leaves(outer.model, multi_head_attention)
     captured = torch_as_captured(is_paused)

@@ -203,6 +203,23 @@ def test_height_and_width_are_free(name: str) -> None:
     expect_equal(step(graph, (other,), {}), step(model, (other,), {}))
 
 
+def by_size(net: Any, x: Tensor) -> Tensor:
+    if net.shape != x.shape[0] * x.shape[1]:
+        net.shape, net.cache = x.shape[0] * x.shape[1], torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+    return net.a(x) + net.cache  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("body", [cached, by_size])
+@pytest.mark.parametrize("warm", [1, 2, 7])
+def test_a_cache_by_shape_that_is_warm_fixes_no_size(body: Callable[..., Any], warm: int) -> None:
+    model = Net(body).eval()
+    model(torch.randn(warm, 5, 8))
+    graph = captured(model, torch.randn(2, 5, 8))
+    for shape in ((warm, 5, 8), (4, 5, 8), (3, 6, 8), (1, 5, 8)):
+        x = torch.randn(shape)
+        expect_equal(step(graph, (x,), {}), step(model, (x,), {}))
+
+
 def test_a_size_that_decides_the_way_is_named() -> None:
     graph = captured(Net(lambda net, x: net.a(x) if x.shape[1] % 2 else net.b(x)), ROWS)
     assert graph(torch.randn(2, 7, 8)).shape == (2, 7, 8)
