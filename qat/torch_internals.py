@@ -253,10 +253,14 @@ _TORCH = str(Path(torch.__file__).parent)
 _CALLED_BY_MODELS = tuple(f"{_TORCH}/{part}" for part in ("nn/", "functional.py", "_jit_internal.py", "_tensor.py"))
 
 
-def sizes_from_zero() -> Any:
-    """A context in which an export does not take for granted that sizes are not 0 or 1."""
-    settings: Any = importlib.import_module("torch.fx.experimental._config")
-    return settings.patch(backed_size_oblivious=True)
+@contextmanager
+def free_sizes() -> Iterator[None]:
+    """A context in which an export does not take for granted that sizes are not 0 or 1, and keeps no results by shape:
+    to compare shapes that are formulas takes half the time of window models."""
+    sizes: Any = importlib.import_module("torch.fx.experimental._config")
+    tensors: Any = importlib.import_module("torch._dynamo.config")
+    with sizes.patch(backed_size_oblivious=True), tensors.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 def depends_on_values(error: BaseException) -> bool:
@@ -321,6 +325,11 @@ CHECKPOINT: Patchable = (checkpoint.CheckpointFunction, "apply")
 def applied_function(context: Any) -> type[torch.autograd.Function]:
     """The autograd.Function of a context, or of the node that it becomes in autograd's graph."""
     return cast("type[torch.autograd.Function]", type(context)._forward_cls)
+
+
+def layout_noting() -> Patchable:
+    """What an export calls to note the layout of every tensor; late, as `export_printing`."""
+    return importlib.import_module("torch.fx.experimental.proxy_tensor"), "_extract_tensor_metadata"
 
 
 def export_printing() -> Patchable:

@@ -25,12 +25,12 @@ from qat.graph.side_effects import CaptureError
 from qat.graph.sizes import first_broken
 from qat.inputs import Examples, call_given, copied
 from qat.text import first_line
-from qat.torch_internals import depends_on_values, size_conditions, sizes_from_zero
+from qat.torch_internals import depends_on_values, free_sizes, size_conditions
 
 BATCH = 7
 """The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
 
-PATIENCE = 10.0
+PATIENCE = 20.0
 """Seconds of its thread, however busy the machine is, for an attempt with all sizes free; sympy takes minutes for
 models of windows."""
 
@@ -212,5 +212,5 @@ def exported_program(outer: nn.Module, leaves: list[Any], free: str) -> Exported
     """The export of a model of a list of tensors."""
     axes = {"all": None, "batch": 1, "none": 0}[free]
     dynamic = [dict.fromkeys([*range(x.dim())][:axes], Dim.AUTO) for x in leaves]
-    with torch.enable_grad(), sizes_from_zero():
+    with torch.enable_grad(), free_sizes():
         return torch.export.export(outer, (leaves,), dynamic_shapes=(dynamic,), strict=False)

@@ -15,7 +15,15 @@ from torch import Tensor, fx, nn
 from qat.contexts import evaluating
 from qat.layers.twins import float_type_of
 from qat.quantizer import Quantizer
-from qat.torch_internals import CALLED, call_by_hand, forget_decisions, pytree, version_of
+from qat.torch_internals import (
+    CALLED,
+    AnyBatchNorm,
+    call_by_hand,
+    forget_decisions,
+    has_forward_hooks,
+    pytree,
+    version_of,
+)
 
 TAKEN_APART = (
     nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder,
@@ -152,7 +160,14 @@ def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     run = call_by_hand(module)
     if isinstance(module, nn.RNNBase) and isinstance(args[0] if args else kwargs.get("input"), Tensor):
         run = partial(_recurrent, module)
+    elif isinstance(module, AnyBatchNorm) and not has_forward_hooks(module):
+        run = _as_large  # torch's decomposition asks sympy much about the layout of its result
     return LeafCall(name, run, args, kwargs)()
+
+
+def _as_large(input: Tensor) -> Tensor:
+    """A result of the size and layout of its input."""
+    return input
 
 
 def _recurrent(module: nn.RNNBase, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:

@@ -6,6 +6,7 @@ thread it calls the original.
 
     len                           models that ask `len(x)`, which must be an int and so would fix the size
     scaled_dot_product_attention  torch's own Python code that calls it; `Watching` sees the calls of others
+    _extract_tensor_metadata      deep models with free sizes: a third of an export asks for layouts that no one reads
     print of torch.export         models that cannot be captured, whose whole graph it would write to stderr
     CheckpointFunction.apply      reentrant checkpoints, which run under no_grad and so would cut the gradients
     get_fastpath_enabled          nn.TransformerEncoder and nn.MultiheadAttention, whose fast path no graph shows
@@ -29,7 +30,14 @@ from torch.autograd.function import BackwardCFunction
 
 from qat.graph.attention import scaled_dot_product_attention
 from qat.graph.side_effects import CaptureError
-from qat.torch_internals import CAUSAL_MASK_DETECTION, CHECKPOINT, applied_function, export_printing, load_dynamo
+from qat.torch_internals import (
+    CAUSAL_MASK_DETECTION,
+    CHECKPOINT,
+    applied_function,
+    export_printing,
+    layout_noting,
+    load_dynamo,
+)
 
 capturing_alone = threading.RLock()
 """A context that one thread at a time can be in; the same thread may enter it again."""
@@ -62,6 +70,7 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
         (F, "scaled_dot_product_attention"): scaled_dot_product_attention,
         CHECKPOINT: lambda function, preserve, *args: function(*args),
         export_printing(): lambda *_, **__: None,
+        layout_noting(): lambda *_, **__: None,
         CAUSAL_MASK_DETECTION: lambda *_: False,
         (BackwardCFunction, "__init__"): refuse,
     }

@@ -22,7 +22,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
 from qat.training.loop.aids import Aids, check_distillation
-from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
+from qat.training.loop.device import autocast, check_graphs, pick_device, seed_everything
 from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
 from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
 from qat.training.model.building import build_model
@@ -112,7 +112,7 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     """Check everything that can be checked early, then train in the run folder."""
     started = time.perf_counter()
     autocast(device, config.amp)  # refuses a precision that the device does not have
-    compile_mode(device, config.cuda_graphs)
+    check_graphs(device, config.cuda_graphs)
     seed_everything(config.seed)
     import_extensions(config.imports)
     build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded

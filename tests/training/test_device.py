@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qat.training.loop.device import autocast, compile_mode, pick_device
+from qat.training.loop.device import autocast, check_graphs, pick_device
 from tests.runs.tiny_training import CPU, user_error
 
 
@@ -41,7 +41,7 @@ def test_mixed_precision_on_the_cpu() -> None:
 
 
 def test_cuda_graphs_need_cuda() -> None:
-    assert compile_mode(torch.device("cuda"), True) == "reduce-overhead"
-    assert compile_mode(torch.device("cuda"), False) is None and compile_mode(CPU, False) is None
-    said = user_error(compile_mode, CPU, True)
+    check_graphs(torch.device("cuda"), True)
+    check_graphs(CPU, "auto")
+    said = user_error(check_graphs, CPU, True)
     assert said == "cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out"

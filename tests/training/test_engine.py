@@ -101,19 +101,22 @@ def test_a_compiled_run_learns_like_a_plain_one(accumulate: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("config", "on_cuda", "on_the_cpu"),
+    ("config", "wanted", "refused"),
     [
-        ({}, True, False),
-        ({"compile": False}, False, False),
-        ({"compile": True}, True, True),
-        ({"qat": {"gradual": {"weight_share": 0.5}}}, False, False),
+        ({}, True, None),
+        ({"cuda_graphs": True}, True, None),
+        ({"cuda_graphs": False}, False, None),
+        ({"compile": True}, False, None),
+        ({"qat": {"gradual": {"weight_share": 0.5}}}, True, "gradual switches layers between steps"),
+        ({"qat": {"distillation": {"features": {"fc": 1}}}}, True, "distillation.features reads tensors"),
+        ({"qat": {"accumulate": 2}}, True, "accumulate adds to gradients"),
     ],
 )
-def test_steps_are_compiled_on_cuda(config: dict[str, Any], on_cuda: bool, on_the_cpu: bool, tmp_path: Path) -> None:
-    run = stage_run(tmp_path, tiny_model(), QATStageConfig(), config=config)
-    assert run.is_compiled == on_the_cpu
+def test_steps_are_graphs_on_cuda(config: dict[str, Any], wanted: bool, refused: str | None, tmp_path: Path) -> None:
+    run = stage_run(tmp_path, tiny_model(), QATStageConfig(**config.get("qat", {})), config=config)
+    assert not run.wants_graphs
     run.device = torch.device("cuda")
-    assert run.is_compiled == on_cuda
+    assert run.wants_graphs == wanted and str(run.graphs_refused).startswith(str(refused))
 
 
 def test_the_averages_are_evaluated_saved_as_best_and_left_in_the_model(tmp_path: Path) -> None:

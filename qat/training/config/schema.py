@@ -198,11 +198,11 @@ class RunConfig(Section):
     integer_forward: Literal["auto", "off"] = "auto"
     """`auto`: the training forward multiplies integers where the processor does so exactly and faster (CPUs with VNNI;
     see docs/speed.md). `off`: it multiplies floats on the same grids, as on all other devices."""
-    compile: Literal["auto"] | bool = "auto"
-    """Train through torch.compile: `auto` on CUDA, where only this trains on codes, unless an aid of `qat` needs the
-    model itself. The first step takes a minute or more."""
-    cuda_graphs: bool = False
-    """Run compiled steps as CUDA graphs, which saves launch time where kernels are short."""
+    compile: bool = False
+    """Train through torch.compile. The first step takes a minute or more."""
+    cuda_graphs: Literal["auto"] | bool = "auto"
+    """Run steps and evaluations as CUDA graphs, which take a second to record, where a step needs no more of the host
+    than that: one rank, no `accumulate`, no `qat.gradual`, no features for distillation."""
     sync_batch_norm: bool = False
     """On many ranks: BatchNorm normalises with the statistics of the whole batch, and not of each rank's share."""
     checkpoint_every: Interval | None = None
@@ -225,17 +225,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        if self.cuda_graphs and self.compile is False:
-            raise ValueError("cuda_graphs: true is about compiled models; leave compile: false out, or cuda_graphs")
-        compiled = self.compile is True or self.cuda_graphs
-        if compiled and self.qat.distillation is not None and self.qat.distillation.features:
+        if self.cuda_graphs is True and self.compile:
+            raise ValueError("cuda_graphs: true records the model as it is; leave compile: true out, or cuda_graphs")
+        if self.compile and self.qat.distillation is not None and self.qat.distillation.features:
             raise ValueError(
-                "qat.distillation.features: compiled code does not return them; leave them out, or set compile: false"
+                "qat.distillation.features: compiled code does not return them; leave them out, or compile: true"
             )
-        if compiled and self.qat.gradual is not None:
-            raise ValueError(
-                "qat.gradual: compiled code does not follow its switches; leave it out, or set compile: false"
-            )
+        if self.compile and self.qat.gradual is not None:
+            raise ValueError("qat.gradual: compiled code does not follow its switches; leave it out, or compile: true")
         if not self.imports:  # else a module may still register the target; `build_recipe` checks it after the imports
             try:
                 profile_of(self.quantization.target)

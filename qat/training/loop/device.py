@@ -36,11 +36,10 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
-    """Return the mode of torch.compile: its default, None, or the one in which steps run as CUDA graphs."""
-    if cuda_graphs and device.type != "cuda":
+def check_graphs(device: torch.device, cuda_graphs: str | bool) -> None:
+    """Raise a UserError if CUDA graphs are asked for and the device has none."""
+    if cuda_graphs is True and device.type != "cuda":
         raise UserError(f"cuda_graphs: true needs a CUDA device; on device {device.type!r} leave it out")
-    return "reduce-overhead" if cuda_graphs else None
 
 
 def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
@@ -49,4 +48,7 @@ def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
         return nullcontext()
     if amp == "fp16" and device.type != "cuda":
         raise UserError(f"amp: 'fp16' needs a CUDA device; on device {device.type!r} use 'bf16' or 'none'")
-    return torch.autocast(device.type, dtype=torch.bfloat16 if amp == "bf16" else torch.float16)
+    # A graph cannot be recorded with the cache, which only a float weight that is read twice would use.
+    return torch.autocast(
+        device.type, dtype=torch.bfloat16 if amp == "bf16" else torch.float16, cache_enabled=device.type != "cuda"
+    )

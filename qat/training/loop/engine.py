@@ -22,9 +22,10 @@ from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
-from qat.training.loop.compiled import compiled
-from qat.training.loop.device import autocast, compile_mode
+from qat.training.loop.device import autocast
 from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
+from qat.training.loop.faster import faster_way
+from qat.training.loop.graphs import EvaluationGraph, switches
 from qat.training.loop.metrics import Meter, Pace, arriving, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
@@ -89,10 +90,13 @@ class Training:
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.aids = Aids(run.model, run.stage, run.distillation)
         self.watch, self.pace = Watch(run), Pace()
-        self.model, self.learning = self.aids.student, 0
+        self.model = self.aids.student
         """What leaves the gradients of all ranks: DistributedDataParallel, where there are many."""
         self.forward: Forward | None = None
-        """What steps call, from the first on: the model, compiled or not."""
+        """What steps call, from the first on: the model, in CUDA graphs, compiled or as it is."""
+        self.recorded_for: list[Any] = []
+        self.evaluation: Forward | None = None
+        """What evaluations call; the model itself without CUDA graphs."""
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
         self.done, self.whole, self.window = 0, Meter(), Meter()
@@ -102,8 +106,10 @@ class Training:
             torch.manual_seed(run.config.seed + rank())  # dropout draws for its images alone
 
     def say_what_is_special(self) -> None:
-        """The groups of parameters, and the weights that oscillation leaves out."""
+        """The groups of parameters, what runs slower, and the weights that oscillation leaves out."""
         self.run.log.say(f"{self.run.name}: {describe_groups(self.optimizer)}")
+        if self.run.wants_graphs and not self.run.in_graphs:
+            self.run.log.say(f"{self.run.name}: steps run without CUDA graphs, slower: {self.run.graphs_refused}")
         left_out = {} if self.aids.oscillations is None else self.aids.oscillations.left_out
         for name, why in list(left_out.items())[:1]:
             self.run.log.say(
@@ -153,7 +159,7 @@ class Training:
             notes = [settle_statistics(run, epoch + 1)]
             share_state(run.model)
             with looking(run.config, run.model, run.log, run.name, run.step(epoch + 1)):
-                evaluation = _validate(run)
+                evaluation = _validate(run, self.evaluation)
             _check_finite(run, "validation", [evaluation.loss], epoch)
             if evaluation.top1 > self.best_top1:
                 self.best_top1 = evaluation.top1
@@ -214,9 +220,10 @@ class Training:
         run.model.train()
         self.aids.student.train()
         _freeze(run, epoch)
-        learning = sum(each.requires_grad for each in run.model.parameters())
-        if learning != self.learning:  # neither torch.compile nor DistributedDataParallel follows a change of them
-            self.model, self.forward, self.learning = self.aids.student, None, learning
+        present = switches(run.model)
+        if present != self.recorded_for:  # no graph, compiled code or DistributedDataParallel follows a change of them
+            self.model, self.forward, self.recorded_for = self.aids.student, None, present
+            self.evaluation = EvaluationGraph(run.model) if run.in_graphs else None
         if not self.done:
             self.whole, self.window = Meter(), Meter()
             self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
@@ -256,9 +263,6 @@ class Training:
         """One optimizer step: (loss, correct, gradient norm, added losses ...) on the device, and their names."""
         if self.forward is None:
             self.forward = self.first_forward(group[0])
-        if self.run.config.cuda_graphs:
-            # The graphs may reuse the memory of the previous step, but not of this one's gradients.
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         images = sum(len(labels) for _, labels in group)
         rows = []
         for number, batch in enumerate(group, 1):
@@ -282,13 +286,10 @@ class Training:
         return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
 
     def first_forward(self, batch: Batch) -> Forward:
-        """What steps call: the model, with its gradients averaged over the ranks, compiled where it trains alike."""
+        """What steps call: the model, with its gradients averaged over the ranks, faster where it trains alike."""
         run = self.run
         self.model = averaged(self.aids.student, lambda forward: self.total_of(batch, forward)[0])
-        if not run.is_compiled:
-            return self.model
-        mode = compile_mode(run.device, run.config.cuda_graphs)
-        return compiled(run.model, self.model, mode, batch[0], lambda forward: self.loss_of(batch, forward)[0])
+        return faster_way(run, self.model, batch[0], lambda forward: self.loss_of(batch, forward)[0])
 
     def backward(self, batch: Batch, share: float) -> tuple[list[Tensor], list[str]]:
         """Add a batch's share to the gradients; (loss, correct, added losses ...) on the device, and their names."""
@@ -336,9 +337,9 @@ def _freeze(run: StageRun, epoch: int) -> None:
             freeze_scales(run.model, epoch >= run.stage.freeze_scales_epoch)
 
 
-def _validate(run: StageRun) -> Evaluation:
-    layout = run.config.channels_last
-    return evaluate(run.model, run.val, run.device, channels_last=layout, progress=f"{run.name} validation")
+def _validate(run: StageRun, forward: Forward | None = None) -> Evaluation:
+    progress, layout = f"{run.name} validation", run.config.channels_last
+    return evaluate(run.model, run.val, run.device, channels_last=layout, progress=progress, forward=forward)
 
 
 def _validate_untrained(run: StageRun) -> Evaluation:

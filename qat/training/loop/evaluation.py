@@ -1,7 +1,7 @@
 """Evaluation of a classifier on a split; moving batches to the device and reading logits, which training also uses."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,8 +47,11 @@ def evaluate(
     *,
     channels_last: bool = True,
     progress: str | None = None,
+    forward: Callable[[Tensor], Any] | None = None,
 ) -> Evaluation:
     """Run a model over a split in eval mode; its mode and torch's random state are restored afterwards.
+
+    A `forward` is called in the model's place, a faster way through it.
 
     Each rank brings its share of the split, and all get the results of the whole.
     """
@@ -63,7 +66,7 @@ def evaluate(
     ):
         for batch in bar:
             images, labels = to_device(batch, device, channels_last=channels_last)
-            logits = split_output(model(images), len(labels))[0].float()
+            logits = split_output((forward or model)(images), len(labels))[0].float()
             loss = F.cross_entropy(logits, labels, reduction="sum")
             sums += torch.stack((loss.double(), (logits.argmax(dim=1) == labels).sum().double()))
             truths.append(labels)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qat.analysis.state import float_state_dict
+from qat.collectives import rank_count
 from qat.finetuning import Distillation
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ProgressiveConfig, QATStageConfig, SpecConfig, StageConfig
@@ -51,13 +52,28 @@ class StageRun:
         return steps_per_epoch(self.stage, self.train)
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether steps run through torch.compile; `auto` leaves out aids that need the model itself."""
-        if self.config.compile != "auto":
-            return self.config.compile
+    def wants_graphs(self) -> bool:
+        """Whether steps are to run as CUDA graphs, where they can."""
+        return self.device.type == "cuda" and bool(self.config.cuda_graphs) and not self.config.compile
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether steps and evaluations run as CUDA graphs."""
+        return self.wants_graphs and self.graphs_refused is None
+
+    @property
+    def graphs_refused(self) -> str | None:
+        """Why no CUDA graph can be what a step is; None if one can."""
         qat = self.config.qat
-        looks_inside = qat.gradual is not None or bool(qat.distillation is not None and qat.distillation.features)
-        return self.device.type == "cuda" and not looks_inside
+        if rank_count() > 1:
+            return "the ranks sum their gradients during the backward"
+        if self.stage.accumulate > 1:
+            return "accumulate adds to gradients in whose memory a graph writes those of the next batch"
+        if qat.gradual is not None:
+            return "gradual switches layers between steps"
+        if qat.distillation is not None and qat.distillation.features:
+            return "distillation.features reads tensors inside the model"
+        return None
 
     def step(self, epoch: int, number: int = 0) -> int:
         """Return the run's step count after `epoch` whole epochs of this stage and `number` steps."""
