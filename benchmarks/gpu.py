@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import Bench, estimators, operators, products, ranks, run, self_check
+from benchmarks.gpu_parts import Bench, estimators, operators, products, ranks, run
 from benchmarks.gpu_steps import steps
 from benchmarks.speed_rows import Row, facts_of_run
 from benchmarks.speed_timing import reason
@@ -39,7 +39,6 @@ Part = Callable[[Bench], Iterator[Row]]
 PARTS: dict[str, tuple[Part, float]] = {
     "estimators": (estimators, 40),
     "operators": (operators, 50),
-    "self_check": (self_check, 60),
     "products": (products, 20),
     "run": (run, 100),
     "ranks": (ranks, 60),

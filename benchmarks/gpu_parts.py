@@ -134,19 +134,6 @@ def operators(bench: Bench) -> Iterator[Row]:
     yield from ({"subject": "failed", "ok": False, "note": each} for each in failed)
 
 
-def self_check(bench: Bench) -> Iterator[Row]:
-    """The step on codes against the plain one, as the model's own self-check judges it."""
-    import qat
-
-    for name in bench.models:
-        setting = bench.setting(name)
-        started = time.perf_counter()
-        model = BUILDERS["qat"](bench.built(setting), setting.images())
-        lines = qat.explain(model).splitlines()
-        row: Row = {"subject": name, "ok": "a step was compared with plain training and is the same" in lines[0]}
-        yield row | {"seconds": time.perf_counter() - started, "note": lines[0]}
-
-
 def products(bench: Bench) -> Iterator[Row]:
     """Exact int8 matrix products, and their time against float's."""
     from qat.kernels.formulas.products import try_int_mm
@@ -201,7 +188,7 @@ def ranks(bench: Bench) -> Iterator[Row]:
             yield {"subject": f"DDP, {norms} BatchNorms in step", "ok": bool(loss.isfinite())}
         finally:
             dist.destroy_process_group()
-    yield from _trained(bench, "torchrun, 1 rank", "data.limit_train=256", "compile=false", torchrun=True)
+    yield from _trained(bench, "torchrun, 1 rank", "data.limit_train=256", torchrun=True)
 
 
 def _trained(bench: Bench, subject: str, *more: str, torchrun: bool = False) -> Iterator[Row]:

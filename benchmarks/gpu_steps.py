@@ -1,12 +1,13 @@
-"""Seconds and memory of a training step on a GPU: eager, compiled and in CUDA graphs, in each precision.
+"""Seconds and memory of a training step on a GPU: eager and in CUDA graphs, in each precision.
 
-Float and quantized are compared in the same mode and precision. Compiling takes most of the time, so what runs eagerly
-comes first, and of the rest the most telling model: what the time limit cuts off is the least of it.
+Float and quantized are compared in the same mode and precision, the most telling model first: what the time limit cuts
+off is the least of it.
 """
 
 import copy
 import functools
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -21,12 +22,10 @@ from benchmarks.speed_timing import Limits, contest, reason
 from benchmarks.speed_variants import BUILDERS
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MODES = ("eager", "compiled", "graphs")
-REHEARSED = (*(("eager", precision) for precision in PRECISIONS), ("compiled", "float32"), ("graphs", "bf16"))
-"""Tracing takes seconds, so that a rehearsal has not every mode in every precision."""
+MODES = ("eager", "graphs")
 
 WARM_UP = 3
-"""Steps before the first that counts: one compiles, one records the graphs, one replays them."""
+"""Steps before the first that counts."""
 
 
 class Step(TrainingStep):
@@ -40,15 +39,18 @@ class Step(TrainingStep):
         self.facts: Row = {}
 
     def __call__(self) -> None:
-        if self.images.is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        with torch.autocast(self.images.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+        with precision_of(self.images, self.dtype):
             loss = F.cross_entropy(self.model(self.images).float(), self.labels)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(loss.detach().clone())  # a graph reuses the memory of its outputs
+
+
+def precision_of(images: Tensor, dtype: torch.dtype | None) -> torch.autocast:
+    """The context of a forward; graphs cannot be recorded with the cache."""
+    return torch.autocast(images.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def steps(bench: Bench) -> Iterator[Row]:
@@ -60,25 +62,20 @@ def steps(bench: Bench) -> Iterator[Row]:
         images, model = setting.images(), bench.built(setting)
         return {kind: BUILDERS[kind](copy.deepcopy(model), images) for kind in ("float", "qat")}, images
 
-    for modes in (MODES[:1], MODES[1:]):
-        for name in bench.models:
-            for precision in PRECISIONS:
-                for mode in modes:
-                    if bench.emulated and (mode, precision) not in REHEARSED:
-                        continue
-                    about = {"subject": name, "mode": mode, "precision": precision}
-                    try:
-                        for row in _compared(bench, *pair(name), mode, PRECISIONS[precision]):
-                            yield about | row
-                    except Exception as error:  # float fails too; the other modes may not
-                        yield about | {"ok": False, "note": reason(error)}
+    for name in bench.models:
+        for precision, mode in itertools.product(PRECISIONS, MODES[:1] if bench.emulated else MODES):
+            about = {"subject": name, "mode": mode, "precision": precision}
+            try:
+                for row in _compared(bench, *pair(name), mode, PRECISIONS[precision]):
+                    yield about | row
+            except Exception as error:  # float fails too; the other modes may not
+                yield about | {"ok": False, "note": reason(error)}
 
 
 def _compared(
     bench: Bench, models: dict[str, nn.Module], images: Tensor, mode: str, dtype: torch.dtype | None
 ) -> Iterator[Row]:
     """Float and quantized in one mode and precision."""
-    torch._dynamo.reset()
     built: dict[str, Step] = {}
 
     def maker(kind: str) -> Callable[[], Step]:
@@ -103,13 +100,12 @@ def _built(bench: Bench, model: nn.Module, images: Tensor, mode: str, dtype: tor
         gc.collect()
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved()
-    compiled = copy.deepcopy(model)
-    if mode != "eager":
-        # Inductor takes minutes on a CPU; a rehearsal traces, and leaves it out.
-        how = {"backend": "aot_eager"} if bench.emulated else {"mode": "reduce-overhead" if mode == "graphs" else None}
-        compiled = torch.compile(compiled, **how)  # type: ignore[call-overload]
-    step = Step(compiled, images, dtype)
     started = time.perf_counter()
+    own = copy.deepcopy(model)
+    if mode == "graphs":
+        with precision_of(images, dtype):
+            torch.cuda.make_graphed_callables(own, (images.clone(),), allow_unused_input=True)
+    step = Step(own, images, dtype)
     for _ in range(1 if bench.emulated else WARM_UP):
         step()
     bench.wait()

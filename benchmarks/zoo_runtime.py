@@ -1,7 +1,7 @@
 """Exported parts of a model in ONNX Runtime against torch: the integers of every layer, and the outputs."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from qat.inputs import Inputs, call_model
 from qat.preparation.parts import prepared_parts
 
 MOST_DIFFERING = 1e-3
-"""Share of a layer's integers that may differ, by one level; of few integers, three deviations of chance more."""
+"""Share of a layer's integers that may differ but for near-ties, by one level; of few integers, three deviations of
+chance more."""
 
 TIE = 1e-4
 """Answers that are nearer than this, in standard deviations of the output, count as equally large."""
@@ -78,9 +79,10 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
     """How ONNX Runtime answers for every part, next to torch.
 
     Returns:
-        `ok` and, if not, the `reason`; integers compared over all layers, how many differ and by how many levels at
-        most; the layers where more differ than may; the largest gap of an output in its standard deviations, from the
-        same last integers and after whole runs; of the latter, how many of the arg max over axis 1 are equal.
+        `ok` and, if not, the `reason`; integers compared over all layers, how many differ, how many of these not by a
+        near-tie, and by how many levels at most; the layers where more differ than may; the largest gap of an output
+        in its standard deviations, from the same last integers and after whole runs; of the latter, how many of the
+        arg max over axis 1 are equal.
     """
     layers: list[LayerDifference] = []
     gaps: list[float] = []
@@ -90,7 +92,7 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
         prefix = f"{part.name}." if part.name else ""
         differences, followed = LayerComparison(path, part.module).follow(part.inputs)
         for layer in differences:
-            layers.append(LayerDifference(prefix + layer.name, layer.elements, layer.differing, layer.largest))
+            layers.append(replace(layer, name=prefix + layer.name))
         for ours, theirs in followed:
             if ours.numel():
                 gaps.append(gap(ours, theirs))
@@ -104,6 +106,7 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
         "layers": len(layers),
         "integers": sum(layer.elements for layer in layers),
         "differing": sum(layer.differing for layer in layers),
+        "beyond_ties": sum(layer.beyond_ties for layer in layers),
         "largest": max((layer.largest for layer in layers), default=0),
         "beyond": [[layer.name, layer.elements, layer.differing, layer.largest] for layer in off[:5]],
         "layers_beyond": len(off),
@@ -117,9 +120,9 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
 
 
 def beyond(layer: LayerDifference) -> bool:
-    """Whether more of a layer's integers differ than may."""
+    """Whether more of a layer's integers differ than may; a value between two levels may go to either."""
     expected = MOST_DIFFERING * layer.elements
-    return layer.largest > 1 or layer.differing > 1 + expected + 3 * expected**0.5
+    return layer.largest > 1 or layer.beyond_ties > 1 + expected + 3 * expected**0.5
 
 
 def _disagreement(facts: dict[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_steps
 from benchmarks.gpu_parts import Bench, difference, products
 from benchmarks.gpu_steps import steps
 
@@ -56,14 +56,15 @@ def test_what_fails_dies_or_takes_too_long_is_a_row_and_the_next_part_runs() -> 
     assert "## broken: 1 of 2" in text and "no such kernel" in text
 
 
-def test_a_mode_in_which_float_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(model: object, **how: object) -> object:
-        raise RuntimeError("no compiler")
+def test_a_mode_that_fails_leaves_the_other_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **how: object) -> object:
+        raise RuntimeError("no graphs")
 
-    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(gpu_steps, "MODES", ("graphs", "eager"))
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", fails)
     rows = list(steps(REHEARSAL))
-    assert {row["mode"] for row in rows if row["ok"]} == {"eager"}
-    assert [row["note"] for row in rows if not row["ok"]] == ["fails: RuntimeError: no compiler"] * 2
+    assert {row["precision"] for row in rows} == set(gpu_steps.PRECISIONS)
+    assert {row["note"] for row in rows} == {"fails: RuntimeError: no graphs"}
 
 
 def test_all_parts_end_in_eight_minutes_and_leave_some_to_the_last() -> None:

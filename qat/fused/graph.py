@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qat")
 
-ON_CUDA = "on CUDA the kernels are those that torch.compile makes of the whole model"
+ON_CUDA = "there are no kernels for codes on CUDA, where CUDA graphs take the time out of launches"
 NO_LIBRARY = "there is no C library (the log says why)"
 
 MOST_FAILURES = 3
@@ -163,7 +163,7 @@ class FusedGraph(PreparedGraph):
             for each in onednn.KINDS:
                 onednn.are_exact(each)
         for device in devices:
-            if device.type == "cuda" or formulas_wanted():
+            if formulas_wanted():
                 try_int_mm(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
@@ -250,10 +250,7 @@ class FusedGraph(PreparedGraph):
         return "something other than autograd looks at every operation" if watched else None
 
     def _refusal(self, given: list[torch.Tensor], compiling: bool) -> str | None:
-        """Why kernels do not apply to these inputs; None if they do.
-
-        On CUDA the kernels are those that torch.compile makes of formulas, on the CPU those in C.
-        """
+        """Why kernels do not apply to these inputs; None if they do."""
         floating = next((x for x in given if x.is_floating_point()), None)
         x = floating if floating is not None else next(iter(given), None)
         x = next(self.parameters()) if x is None else x
@@ -262,7 +259,7 @@ class FusedGraph(PreparedGraph):
         if floating is not None and not is_supported(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"
         if x.is_cuda:
-            return None if compiling else ON_CUDA
+            return ON_CUDA
         if formulas_wanted():
             return None
         if torch.is_autocast_enabled("cpu"):
