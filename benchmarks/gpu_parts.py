@@ -21,7 +21,7 @@ from benchmarks.speed_timing import Limits, contest, reason
 from benchmarks.speed_variants import BUILDERS
 
 ROOT = Path(__file__).resolve().parents[1]
-MODELS = ("resnet18", "vit_b_16", "mobilenet_v2", "resnet50")
+MODELS = ("resnet50", "mobilenet_v2", "vit_b_16", "resnet18")
 SIZES = ((4096, 1024, 1024), (8192, 4096, 4096))
 """Rows, inputs and outputs of the matrix products."""
 

@@ -3,7 +3,6 @@
     pip install -e ".[bench]"                                       # the peers; those that are missing are named
     python -m benchmarks.speed                                      # everything, on 2 threads; one to two hours
     python -m benchmarks.speed --cases step --models resnet18 --rounds 25 --without brevitas_collecting
-    python -m benchmarks.speed --cases gpu --out benchmarks/results/speed_gpu.jsonl
     python -m benchmarks.speed_plot && python -m benchmarks.document   # docs/speed.png and docs/speed.md's tables
 
 Every comparison runs interleaved in one process: a round runs each variant once, and a ratio is one of the same round.

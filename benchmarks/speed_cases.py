@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks.speed_alone import alone
-from benchmarks.speed_gpu import DTYPES, kernel_makers, share
-from benchmarks.speed_gpu import SHAPES as KERNEL_SHAPES
 from benchmarks.speed_memory import held_bytes, peak_growth, step_saved_bytes
 from benchmarks.speed_operators import OPERATORS, SHAPES, operand
 from benchmarks.speed_rows import Row, missing_rows, timing_rows
 from benchmarks.speed_step import SIZES, Setting, build_float, build_step, step_makers
-from benchmarks.speed_timing import Contest, Limits, compared, contest, reason
+from benchmarks.speed_timing import Limits, compared, contest, reason
 from benchmarks.speed_variants import BUILDERS
 
 MODELS = ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16")
@@ -213,36 +211,6 @@ def cold_row(setting: Setting, variant: str, found: list[dict[str, Any]], base: 
     }
 
 
-def gpu(plan: Plan, shapes: Mapping[str, tuple[int, ...]] = KERNEL_SHAPES) -> Iterator[list[Row]]:
-    """On a CUDA device: steps under bf16 autocast, their memory, and the traffic of the quantizers' kernels."""
-    if not torch.cuda.is_available():
-        yield missing_rows("gpu", {"device": "cuda"}, "float", {"qat": "torch sees no CUDA device"})
-        return
-    for kind, shape in shapes.items():
-        for dtype in DTYPES:
-            yield kernel_rows(kind, dtype, shape, plan.limits)
-    for model in plan.models:
-        for batch in plan.batches or (GPU_BATCH,):
-            setting = Setting(model, batch, plan.size or GPU_SIZE, plan.layout, "cuda", "bf16")
-            variants = ["float", "qat"]
-            yield step_rows("step", setting, variants, "float", plan.limits)
-            yield memory_rows(setting, variants)
-            pair = ["float_compiled", "qat_compiled", "float"]
-            yield step_rows("compiled", setting, pair, "float_compiled", plan.limits)
-
-
-def kernel_rows(kind: str, dtype: str, shape: tuple[int, ...], limits: Limits, device: str = "cuda") -> list[Row]:
-    """One comparison of kernels with a copy."""
-    makers = kernel_makers(kind, dtype, shape, device)
-    found: Contest = contest(makers, "copy", replace(limits, repeats=10), wait_for(device))
-    about = {"subject": f"{kind}, {dtype}", "size": list(shape), "device": device, "amp": "none"}
-    rows = timing_rows("kernel", about, "copy", found)
-    for row in rows:
-        if row["variant"] in found.timings:
-            row["share"] = share(row["variant"], found.timings[row["variant"]])
-    return rows
-
-
 def _peak_alone(variant: str, setting: Setting, plan: Plan) -> int | None:
     rise = alone(variant, setting, plan.threads, memory=True)["peak_growth"]
     return None if rise is None else int(rise)
@@ -259,5 +227,4 @@ CASES: dict[str, Callable[[Plan], Iterator[list[Row]]]] = {
     "cold": cold,
     "compiled": compiled,
     "scaling": scaling,
-    "gpu": gpu,
 }

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.gpu_table import gpu_table
 from benchmarks.speed_rows import RESULTS, Row, comparison, kept
 from benchmarks.speed_variants import TITLES
 
-CPU, GPU = RESULTS / "speed.jsonl", RESULTS / "speed_gpu.jsonl"
+CPU = RESULTS / "speed.jsonl"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "speed.png"
 NOTHING = "Not measured yet.\n"
 BUSY = 1.0
@@ -55,27 +56,6 @@ def cold_table(results: Path = CPU) -> str:
     if load > BUSY * cores:
         lines += ["", f"Measured on a busy machine (load {load:.1f} on {cores} cores before it began). {FEW_STEPS}"]
     return "\n".join(lines) + "\n"
-
-
-def gpu_tables(results: Path = GPU) -> str:
-    """All that is measured on a GPU, each table under its sentence; one line while there is none."""
-    if not kept(results):
-        return NOTHING
-    parts = {
-        "": conditions(results),
-        "Training steps under bf16 autocast, as they are:": ratio_table("step", results, "cuda"),
-        "Compiled:": ratio_table("compiled", results, "cuda"),
-        "Memory, where *rises by* is torch's own count:": memory_table(results, "cuda"),
-        "Bandwidth of the quantizers, as a share of what a copy of the same tensor reaches. The forward moves as many"
-        " bytes as the copy, the\nbackward one and a half times as many.": kernel_table(results),
-    }
-    return "\n".join(f"{title}\n\n{table}" if title else table for title, table in parts.items())
-
-
-def kernel_table(results: Path = GPU) -> str:
-    """A line a tensor: bandwidth of both directions as a share of a copy's."""
-    rows = rows_of("kernel", results, "cuda")
-    return _table(rows, ["", "copy"], lambda row: [_milliseconds(row)], lambda row: f"{row['share']:.0%}")
 
 
 def conditions(results: Path = CPU) -> str:
@@ -132,7 +112,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed_memory": memory_table,
     "speed_cold": cold_table,
     "speed_scaling": lambda: ratio_table("scaling"),
-    "speed_gpu": gpu_tables,
+    "speed_gpu": gpu_table,
 }
 """What docs/speed.md marks."""
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks import speed, speed_cases
 from benchmarks.speed_alone import alone
-from benchmarks.speed_cases import Plan, cold_rows, kernel_rows, memory_rows
-from benchmarks.speed_gpu import share
+from benchmarks.speed_cases import Plan, cold_rows, memory_rows
 from benchmarks.speed_memory import held_bytes, peak_growth, saved_bytes
 from benchmarks.speed_operators import OPERATORS, operand
 from benchmarks.speed_plot import bars, draw
@@ -25,8 +24,6 @@ from benchmarks.speed_table import (
     TABLES,
     cold_table,
     conditions,
-    gpu_tables,
-    kernel_table,
     memory_table,
     ratio_table,
 )
@@ -226,9 +223,7 @@ def test_the_operator_case_at_toy_size() -> None:
 def test_the_command_measures_and_keeps_a_toy_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "speed.jsonl"
     threads = str(torch.get_num_threads())
-    words = ["--cases", "step", "gpu", "--models", TOY.model, "--batch", "2", "--size", "32", "--rounds", "2"]
-    if torch.cuda.is_available():
-        words.remove("gpu")
+    words = ["--cases", "step", "--models", TOY.model, "--batch", "2", "--size", "32", "--rounds", "2"]
     speed.main([*words, "--threads", threads, "--without", *PEERS, "--out", str(out)])
     rows = [row for row in kept(out) if row["case"] == "step"]
     assert [(row["variant"], row["base"], row["rounds"]) for row in rows] == [
@@ -240,8 +235,6 @@ def test_the_command_measures_and_keeps_a_toy_model(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "step squeezenet1_1 batch 2 on cpu: qat: " in shown.err
-    if not torch.cuda.is_available():
-        assert "gpu on cuda: qat: torch sees no CUDA device" in shown.err
 
 
 def test_memory_of_a_toy_model_is_that_of_the_graph() -> None:
@@ -293,15 +286,6 @@ def test_a_first_step_that_fails_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     rows = by_variant(cold_rows(TOY, rounds=2, threads=1))
     assert rows["float"]["ratio"] == 1.0
     assert rows["qat"]["missing"] == rows["qat_kept"]["missing"] == "fails: RuntimeError: status 1: no compiler"
-
-
-def test_bandwidth_is_a_share_of_the_copys() -> None:
-    # Equal bytes in twice the time; and one and a half times the bytes in one and a half times the time.
-    assert share("forward", Timing(2.0, 2.0, 2.0, 2.0, 1)) == 0.5
-    assert share("backward", Timing(1.5, 1.5, 1.5, 1.5, 1)) == 1.0
-    rows = kernel_rows("weight", "bfloat16", (8, 16), Limits(rounds=2, warm_up=1), device="cpu")
-    assert [row["variant"] for row in rows] == ["copy", "forward", "backward"]
-    assert rows[0]["share"] == 1.0 and rows[2]["share"] == 1.5 / rows[2]["ratio"]
 
 
 def test_a_comparison_is_kept_as_a_whole(tmp_path: Path) -> None:
@@ -384,20 +368,6 @@ def test_the_tables_of_memory_first_steps_and_kernels(tmp_path: Path) -> None:
         "| resnet18, batch 16, 112 px | qat | 2.00 s | +1.0 s | +4.0 s | 0.25 s |",
         "| resnet18, batch 16, 112 px | qat, caches kept | fails: RuntimeError: gone |  |  |  |",
     ]
-    about = {"case": "kernel", "subject": "weight, bfloat16", "size": [8, 4], "device": "cuda", "base": "copy"}
-    rows = [made_up_row("copy", 1.0, **about, share=1.0), made_up_row("forward", 1.25, **about, share=0.8)]
-    for row in rows:
-        del row["batch"]
-    table = kernel_table(written(tmp_path / "rows", rows)).splitlines()[2:]
-    assert table == ["| weight, bfloat16, 8 x 4 | 250 ms | 80% |"]
-
-
-def test_the_tables_of_a_gpu_come_together(tmp_path: Path) -> None:
-    assert gpu_tables(tmp_path / "none") == NOTHING
-    rows = [made_up_row(name, ratio, device="cuda") for name, ratio in (("float", 1.0), ("qat", 1.25))]
-    text = gpu_tables(written(tmp_path / "rows", rows))
-    assert text.startswith("A Processor 7") and "| 250 ms | 1.25 (1.15 to 1.35) |" in text
-    assert text.count(NOTHING) == 3  # compiled, memory, bandwidth
 
 
 def test_the_conditions_of_a_run(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qat")
 
-ON_CUDA = "there are no kernels for codes on CUDA, where CUDA graphs take the time out of launches"
+ON_CUDA = "there are no kernels for codes on CUDA"
 NO_LIBRARY = "there is no C library (the log says why)"
 
 MOST_FAILURES = 3

@@ -32,14 +32,13 @@ class TrainingGraphs:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.layout = model, None
         self.recorded: Any = None
-        # What adds up a parameter's gradient stays on the stream on which it is first asked for, here that of steps.
-        learning = [each for each in model.parameters() if each.requires_grad]
-        self.accumulators = [each.expand_as(each).grad_fn for each in learning]
 
     def __call__(self, images: Tensor) -> Any:
         """The model's result; a batch of another shape runs operation by operation."""
         if self.recorded is None:
             self.recorded, self.layout = _Alone(self.model), _layout(images)
+            # It records on a stream of its own, and torch would warn of every other stream that adds to gradients.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             torch.cuda.make_graphed_callables(self.recorded, (images.clone(),), allow_unused_input=True)
         return (self.recorded if _layout(images) == self.layout else self.model)(images)
 
