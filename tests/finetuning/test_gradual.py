@@ -165,7 +165,7 @@ def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
         seen.append((what, len(off(model)), sum(len(each._forward_hooks) for each in model.modules())))
 
     monkeypatch.setattr(engine.Training, "step", lambda *given, **named: (note("step"), real_step(*given, **named))[1])
-    monkeypatch.setattr(engine, "_validate", lambda run: (note("validation"), real_validate(run))[1])
+    monkeypatch.setattr(engine, "_validate", lambda *given: (note("validation"), real_validate(*given))[1])
     block = {"activations_from": 0.5, "weight_share": 0.5, "weights_from": 0.8}
     batches = TinyBatches(12)
     batches.images = batches.images[:, :, :6, :6]

@@ -1,5 +1,6 @@
 """Parameter groups, optimizers and schedules against their formulas."""
 
+import copy
 import math
 from typing import Any
 
@@ -101,3 +102,26 @@ def test_schedule_is_exact_at_every_step(stage: StageConfig, factors: list[float
         assert rates == pytest.approx([0.3 * factor] * 3 + [0.03 * factor], abs=1e-15)
         optimizer.step()
         schedule.step()
+
+
+def test_a_first_step_that_a_gradient_scaler_skips_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    poison = [torch.full((64, 64), float("nan")) for _ in range(50)]  # what an allocator may give out again
+    optimizer = build_optimizer(model, StageConfig(lr=0.1, momentum=0.9))
+    del poison
+    expected = copy.deepcopy(model)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0)
+    for group, own in zip(optimizer.param_groups, plain.param_groups * 2, strict=False):
+        group["lr"], group["weight_decay"] = own["lr"], 0
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (float("inf"), 1.0, 1.0):
+        scaler.scale(model.weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if factor == 1.0:
+            expected.weight.sum().backward()
+            plain.step()
+            plain.zero_grad()
+    assert torch.allclose(model.weight, expected.weight)
