@@ -280,10 +280,11 @@ def forget_decisions(tensors: Iterable[Tensor]) -> Iterator[None]:
         shapes._update_version_counter()
 
 
-def size_conditions(exported: Any, count: int) -> list[str]:
+def size_conditions(exported: Any, count: int, watching: str) -> list[str]:
     """What an export took for granted of the sizes `s[number][axis]` of its inputs, a list of tensors, in Python.
 
     Left out is what operators decide for themselves when they run: how they lay out memory, whether they broadcast.
+    `watching` is the file of a mode that calls them, and so seems to be where they decide.
     """
     import sympy  # late, as it takes half a second
     from torch.utils._sympy.printers import PythonPrinter
@@ -302,7 +303,7 @@ def size_conditions(exported: Any, count: int) -> list[str]:
     guards: list[Any] = [] if shapes is None else shapes.guards
     for guard in guards:
         file = str(getattr(guard.sloc.framework_loc, "filename", ""))
-        by_operator = file.startswith(_TORCH) and not file.startswith(_CALLED_BY_MODELS)
+        by_operator = file == watching or (file.startswith(_TORCH) and not file.startswith(_CALLED_BY_MODELS))
         if guard.expr.free_symbols <= names.keys() and (isinstance(guard.expr, sympy.Eq) or not by_operator):
             conditions.append(PythonPrinter().doprint(guard.expr.xreplace(names)))
     return list(dict.fromkeys(conditions))
