@@ -190,6 +190,8 @@ def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
     """Whether a node that writes nothing returns a tensor that shares no memory with its inputs."""
     if node.op in ("placeholder", "get_attr", "output"):  # outputs share memory only if they did before
         return True
+    if isinstance(node.target, type):  # a result that holds tensors, a ModelOutput: each keeps its own memory
+        return True
     module = submodule_of(model, node)
     if module is not None:
         known = type(module).__module__ in OWN_MEMORY_MODULES and not isinstance(module, nn.Identity)

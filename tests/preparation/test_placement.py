@@ -1,5 +1,6 @@
 """Where quantizers go: one per tensor, at the end of its producer; which tensors get none."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -182,3 +183,18 @@ def test_shape_arithmetic_is_not_quantized() -> None:
     model = qat.prepare(net, example_inputs=torch.randn(3, 2, 2, 2))
     assert sorted(activation_quantizers(model)) == ["conv_quantizer", "input_quantizer"]
     assert_computes_as(net, model, draw(5, 2, 2, 2))  # another batch
+
+
+def test_an_activation_in_place_whose_result_is_returned_in_a_dictionary_reads_the_grid_before_it() -> None:
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.act, self.b = nn.Conv2d(3, 4, 1), nn.Hardswish(inplace=True), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
+            first = self.act(self.a(x))
+            return OrderedDict(first=first, second=self.b(first))
+
+    model = qat.prepare(Features(), example_inputs=torch.randn(2, 3, 4, 4))
+    calls = [node for node in model.graph.nodes if "quantizer" in str(node.target)]
+    assert "a_quantizer" in {str(node.target) for node in calls} and all(node.users for node in calls)
