@@ -185,16 +185,19 @@ def test_shape_arithmetic_is_not_quantized() -> None:
     assert_computes_as(net, model, draw(5, 2, 2, 2))  # another batch
 
 
-def test_an_activation_in_place_whose_result_is_returned_in_a_dictionary_reads_the_grid_before_it() -> None:
+def test_activations_in_place_whose_results_are_returned_in_a_dictionary_read_the_grids_before_them() -> None:
     class Features(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.act, self.b = nn.Conv2d(3, 4, 1), nn.Hardswish(inplace=True), nn.Conv2d(4, 4, 1)
+            self.a, self.b, self.c = (nn.Conv2d(width, 4, 1) for width in (3, 4, 4))
+            self.act = nn.Hardswish(inplace=True)
 
         def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
             first = self.act(self.a(x))
-            return OrderedDict(first=first, second=self.b(first))
+            second = self.act(self.b(first))
+            return OrderedDict(first=first, second=second, third=self.c(second))
 
     model = qat.prepare(Features(), example_inputs=torch.randn(2, 3, 4, 4))
     calls = [node for node in model.graph.nodes if "quantizer" in str(node.target)]
-    assert "a_quantizer" in {str(node.target) for node in calls} and all(node.users for node in calls)
+    assert {"a_quantizer", "b_quantizer"} <= {str(node.target) for node in calls}
+    assert all(node.users for node in calls)
