@@ -99,7 +99,8 @@ def measure(name: str, path: Path, exports: bool = True) -> dict[str, Any]:
     row = Row(name, path)
     with row.step("build") as built:
         case = build(name)
-        built |= {"refused": refusals(case.model, case.inputs), "result": result_of(case.model, case.inputs)}
+        with torch.no_grad():  # a model may keep what it computed, and prepare takes none that holds gradients
+            built |= {"refused": refusals(case.model, case.inputs), "result": result_of(case.model, case.inputs)}
         row.facts |= {"parameters": sum(p.numel() for p in case.model.parameters()), "inputs": case.shapes}
     if not row.passed("build"):
         return row.facts
