@@ -60,6 +60,7 @@ class LeafCall:
         self.constants = leaves
         self.note: dict[str, Any] = {}  # for the meta of its node
         self.written: list[int] = []
+        self.in_place = False
         self.results: list[Any] = []
         self.packing: Any = None
 
@@ -90,7 +91,8 @@ def _shapes(number: int, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor
             results, call.packing = pytree.tree_flatten(call.run(*args, **kwargs))
     finally:
         running.pop()
-    call.written = [i for i, tensor in enumerate(tensors) if version_of(tensor) != versions[i]]
+    # Not every operator of torch counts a version here: a layer that writes says so.
+    call.written = [i for i, x in enumerate(tensors) if version_of(x) != versions[i] or (i == 0 and call.in_place)]
     call.results = [TENSOR if isinstance(result, Tensor) else result for result in results]
     return [
         torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device)
@@ -162,7 +164,9 @@ def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(_recurrent, module)
     elif isinstance(module, AnyBatchNorm) and not has_forward_hooks(module):
         run = _as_large  # torch's decomposition asks sympy much about the layout of its result
-    return LeafCall(name, run, args, kwargs)()
+    call = LeafCall(name, run, args, kwargs)
+    call.in_place = bool(getattr(module, "inplace", False))
+    return call()
 
 
 def _as_large(input: Tensor) -> Tensor:

@@ -267,3 +267,33 @@ def test_labels_may_be_left_out() -> None:
     for kwargs in ({"x": ROWS, "labels": labels}, {"x": ROWS}):
         expect_equal(step(graph, (), kwargs), step(model, (), kwargs))
     assert graph(ROWS).loss is None
+
+
+def test_what_forward_calls_stays_though_no_one_reads_its_result() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        net.norm(x)
+        net.drop(x)
+        return net.conv(x)  # type: ignore[no-any-return]
+
+    model, seen = Net(body).train(), list[Any]()
+    graph = captured(model, IMAGES)
+    graph(IMAGES)
+    assert int(graph.norm.num_batches_tracked) == 1 and not torch.equal(graph.norm.running_mean, torch.zeros(3))
+    graph.drop.register_forward_hook(lambda *given: seen.append(given))
+    graph(IMAGES)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU, nn.Hardswish, nn.Mish])
+def test_a_tensor_written_in_place_goes_on_as_the_result(activation: Any) -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        y = x + 0
+        net.act(y)
+        return net.conv(y) * y  # type: ignore[no-any-return]
+
+    model = Net(body)
+    model.act = activation(inplace=True)
+    graph = captured(model, IMAGES)
+    (call,) = [node for node in graph.graph.nodes if node.target == "act"]
+    assert len(call.users) == 2 and len(call.args[0].users) == 1
+    expect_equal(step(graph, (IMAGES.clone(),), {}), step(model, (IMAGES.clone(),), {}))
