@@ -30,7 +30,7 @@ from qat.torch_internals import depends_on_values, free_sizes, size_conditions
 BATCH = 7
 """The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
 
-PATIENCE = 20.0
+PATIENCE = 40.0
 """Seconds of its thread, however busy the machine is, for an attempt with all sizes free; sympy takes minutes for
 models of windows."""
 
