@@ -74,7 +74,7 @@ def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> 
         before = python_state()
         captured = export(model, examples, allowed)
         draws = python_state() != before
-    drop_unread(captured.graph, model, modules=False)
+    drop_unread(captured.graph, model, keep_modules=True)
     _write_elsewhere(captured.graph, model)
     check_answer(model, examples, captured.graph, draws)
     return captured

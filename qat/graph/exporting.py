@@ -201,10 +201,8 @@ def _attempt(
         exported = exported_program(outer, copied(given), free)
         recorded: list[LeafCall] = [*calls]
     ranks = [f"len(s[{number}]) == {x.dim()}" for number, x in enumerate(leaves) if isinstance(x, Tensor)]
-    conditions = [
-        *ranks,
-        *size_conditions(exported, len(given), __file__),
-    ]  # forward may ask for the rank, and no guard tells
+    # Forward may ask for the rank, and no guard tells.
+    conditions = [*ranks, *size_conditions(exported, len(given), __file__)]
     if broken := first_broken(conditions, leaves):  # a loop over the samples takes as many as there were
         raise RuntimeError(f"it takes for granted that {broken}")
     graph = Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])

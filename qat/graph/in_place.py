@@ -48,14 +48,16 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     return target if isinstance(target, fx.Node) else None
 
 
-def drop_unread(graph: fx.Graph, model: nn.Module, modules: bool = True) -> None:
+def drop_unread(graph: fx.Graph, model: nn.Module, keep_modules: bool = False) -> None:
     """Remove nodes whose result no node reads, and writes that no node sees, from a graph that calls a model.
 
-    Without `modules`, calls of these stay: a norm counts what it sees, a hook looks, though no one reads the result.
+    Calls of modules stay if wanted: a norm counts what it sees, a hook looks, though no one reads the result.
     """
     memory = Memory(model, graph)
     read: set[fx.Node] = set()
-    waiting = [node for node in graph.nodes if _acts(node, model, memory) or (node.op == "call_module" and not modules)]
+    waiting = [
+        node for node in graph.nodes if _acts(node, model, memory) or (keep_modules and node.op == "call_module")
+    ]
     while waiting:
         node = waiting.pop()
         if node not in read:
