@@ -1,7 +1,7 @@
 """Everything that is known only on a GPU, in one command: within 8 minutes, on a bare machine with torch.
 
     python -m benchmarks.gpu --out FOLDER              # FOLDER/gpu.json and FOLDER/gpu.md
-    python -m benchmarks.gpu --out FOLDER --emulate    # the same parts on the CPU, small and by formula: a rehearsal
+    python -m benchmarks.gpu --out FOLDER --emulate    # the same parts on the CPU, small: a rehearsal
     python -m benchmarks.gpu --out FOLDER --parts estimators steps
 
 Every part runs in a process of its own, so that neither an error of the device nor a deadlock takes the others along.
@@ -28,18 +28,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_parts import Bench, estimators, operators, products, ranks, run
+from benchmarks.gpu_parts import Bench, estimators, ranks, run
 from benchmarks.gpu_steps import steps
 from benchmarks.speed_rows import Row, facts_of_run
 from benchmarks.speed_timing import reason
-from qat.kernels import kernels_by_formula
 
 Part = Callable[[Bench], Iterator[Row]]
 
 PARTS: dict[str, tuple[Part, float]] = {
     "estimators": (estimators, 40),
-    "operators": (operators, 50),
-    "products": (products, 20),
     "run": (run, 100),
     "ranks": (ranks, 60),
     "steps": (steps, 450),
@@ -105,13 +102,12 @@ def _in_process(part: Part, bench: Bench, sender: Connection, output: str) -> No
     warnings.simplefilter("ignore")
     if bench.emulated:
         torch.set_num_threads(1)  # on tensors this small threads only wait for each other
-    with kernels_by_formula() if bench.emulated else contextlib.nullcontext():
-        try:
-            for row in part(bench):
-                sender.send(row)
-        except BaseException as error:
-            sender.send({"subject": "the part", "ok": False, "note": reason(error)})
-            traceback.print_exc()
+    try:
+        for row in part(bench):
+            sender.send(row)
+    except BaseException as error:
+        sender.send({"subject": "the part", "ok": False, "note": reason(error)})
+        traceback.print_exc()
 
 
 def _end(process: BaseProcess) -> None:

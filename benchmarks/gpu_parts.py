@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from benchmarks.speed_rows import Row
 from benchmarks.speed_step import Setting, build_float
-from benchmarks.speed_timing import Limits, contest, reason
+from benchmarks.speed_timing import reason
 from benchmarks.speed_variants import BUILDERS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("resnet50", "mobilenet_v2", "vit_b_16", "resnet18")
-SIZES = ((4096, 1024, 1024), (8192, 4096, 4096))
-"""Rows, inputs and outputs of the matrix products."""
 
 
 class Tiny(nn.Module):
@@ -104,60 +102,6 @@ def difference(got: Tensor, wanted: Any) -> float:
     found, expected = torch.broadcast_tensors(found, torch.as_tensor(wanted, dtype=torch.float64))
     gap = torch.where(found == expected, 0.0, (found - expected).abs() / expected.abs().clamp(min=1))
     return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
-
-
-def operators(bench: Bench) -> Iterator[Row]:
-    """The operators' own tests, with every tensor on the device; in a rehearsal the first case of each."""
-    import pytest
-
-    passed: list[str] = []
-    failed: list[str] = []
-
-    class Collected:
-        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-            here = [item for item in items if "device" in item.name]
-            items[:] = {item.originalname: item for item in here[::-1]}.values() if bench.emulated else here
-
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            name = report.nodeid.rpartition("::")[2]
-            if report.failed:
-                failed.append(f"{name}: {str(report.longrepr).splitlines()[-1]}")
-            elif report.when == "call":
-                passed.append(name)
-
-    os.environ["QAT_DEVICE"] = bench.device
-    started = time.perf_counter()
-    # Warnings of another version of torch are no failures here.
-    files = [str(ROOT / "tests" / "kernels" / f"test_operators{kind}.py") for kind in ("", "_products")]
-    pytest.main(["-o", "addopts=", "-q", "-W", "default", "-p", "no:cacheprovider", *files], plugins=[Collected()])
-    yield {"subject": "passed", "ok": bool(passed), "count": len(passed), "seconds": time.perf_counter() - started}
-    yield from ({"subject": "failed", "ok": False, "note": each} for each in failed)
-
-
-def products(bench: Bench) -> Iterator[Row]:
-    """Exact int8 matrix products, and their time against float's."""
-    from qat.kernels.formulas.products import try_int_mm
-    from qat.torch_internals import int8_matmul
-
-    device = torch.device(bench.device)
-    yield {"subject": "int8 products are exact", "ok": try_int_mm(device)}
-    for rows, inputs, outputs in ((64, 64, 64),) if bench.emulated else SIZES:
-        a = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, device=device)
-        b = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device=device)
-        floats = {dtype: (a.to(dtype), b.to(dtype)) for dtype in (torch.float32, torch.bfloat16)}
-        makers = {str(dtype).removeprefix("torch."): _product(torch.matmul, *pair) for dtype, pair in floats.items()}
-        makers["int8"] = _product(int8_matmul, a, b)
-        subject = f"{rows} x {inputs} x {outputs}"
-        found = contest(makers, "float32", Limits(rounds=15, seconds=5, repeats=10), bench.wait)
-        for variant, timing in found.timings.items():
-            row = {"subject": subject, "variant": variant, "ok": True}
-            yield row | {"seconds": timing.seconds, "ratio": timing.ratio}
-        for variant, why in found.missing.items():
-            yield {"subject": subject, "variant": variant, "ok": False, "note": why}
-
-
-def _product(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Callable[[], Callable[[], Any]]:
-    return lambda: lambda: multiply(a, b.T)
 
 
 def run(bench: Bench) -> Iterator[Row]:

@@ -75,11 +75,6 @@ def load_dynamo() -> None:
 # ---- products ----
 
 
-def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of two int8 matrices, in int32."""
-    return torch._int_mm(a, b)
-
-
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.T of two float32 matrices, by oneDNN; an AttributeError or RuntimeError if this torch lacks it."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")

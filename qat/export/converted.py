@@ -12,7 +12,6 @@ from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy
 from qat.integers.freezing import freeze
 from qat.integers.frozen import FreezingError, FrozenLayer, FrozenQuantizer, Operations
-from qat.integers.merging import merged
 from qat.integers.modules import NotANumberError
 from qat.integers.products import Product
 from qat.integers.program import integer_program
@@ -20,7 +19,7 @@ from qat.kernels import plain_formulas
 from qat.preparation.refusals import wrapped
 from qat.torch_internals import children_of, decomposed_operators, parameters_of
 
-Execution = Literal["onednn", "reference", "export"]
+Execution = Literal["reference", "export"]
 
 
 class IntegerModel(nn.Module):
@@ -40,33 +39,26 @@ class IntegerModel(nn.Module):
         """The results of the prepared model in evaluation."""
         if self.execution == "export":
             return self.graph_module(*args, **kwargs)
-        with torch.no_grad():
-            if self.execution == "onednn":
-                return self.graph_module(*args, **kwargs)
-            with plain_formulas():
-                return self.graph_module(*args, **kwargs)
+        with torch.no_grad(), plain_formulas():
+            return self.graph_module(*args, **kwargs)
 
 
 @in_full_precision
-def convert(model: nn.Module, execution: Execution = "onednn") -> IntegerModel:
+def convert(model: nn.Module, execution: Execution = "reference") -> IntegerModel:
     """A plain module that computes what the model's evaluation does, from integers alone.
 
     It holds no quantizer and no float weight of a quantized layer: weights are int8, biases int32 values, and a
     function of one tensor between two grids is a table of 256 bytes.
 
-    Without pickle, "reference" and "export" are saved by `torch.export.save(torch.export.export(made, inputs), file)`
-    and loaded by torch alone ("export" after `import torch.ao.quantization.fx._decomposed`, which registers its
-    operators). "onednn" depends on the processor: save the prepared model's `state_dict()`, say in a safetensors file,
-    and convert again. The `state_dict()` of what is returned lacks the grids.
+    Without pickle it is saved by `torch.export.save(torch.export.export(made, inputs), file)` and loaded by torch alone
+    ("export" after `import torch.ao.quantization.fx._decomposed`, which registers its operators). The `state_dict()` of
+    what is returned lacks the grids. The prepared model itself evaluates on integers faster.
 
     Args:
         model: a prepared and calibrated model; it is not changed.
         execution: how the same integers are computed:
 
-            - "onednn": uint8 by int8 in oneDNN's kernels where these are exact on the processor (VNNI), else in float32
-              in parts that are exact; bias, activation and requantization in one pass in C. On the CPU.
-            - "reference": torch's operations alone, on any device: sums of products in float64, which is exact; on CUDA
-              linear layers and 1x1 convolutions multiply int8 (`torch._int_mm`), where a trial found that exact.
+            - "reference": torch's operations alone, on any device: sums of products in float64, which is exact.
             - "export": `torch.ops.quantized_decomposed` around float operators, the form that torch.export hands to
               torch.compile, AOTInductor and ExecuTorch. Biases are floats there.
 
@@ -105,10 +97,9 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
     frozen = freeze(graph, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):
         frozen = fx.GraphModule(frozen, frozen.graph)  # which nothing of evaluation on integers looks after
-        frozen = merged(frozen) if execution == "onednn" else frozen
     for name, module in list(frozen.named_modules()):
         if isinstance(module, Product):
-            module.exact = execution == "reference"
+            module.exact = True
         elif isinstance(module, FrozenQuantizer) and exported:
             frozen.set_submodule(name, ExportedQuantizer(module))
         elif isinstance(module, FrozenLayer):

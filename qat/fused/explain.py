@@ -14,7 +14,6 @@ from qat.fused.functions.products import integers_refusal, weight_refusal
 from qat.fused.plan import CodesPlan
 from qat.fused.verdict import is_wanted
 from qat.graph.nodes import submodule_of
-from qat.kernels.dispatch import uses_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.torch_internals import pytree
@@ -31,9 +30,8 @@ def explain_part(
         if evaluated:
             model.train()
         given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-        on_cuda = next(model.parameters()).is_cuda
         no_memory = "it has no memory to compute in (device meta)" if model._is_meta_only() else None
-        whole = no_memory or model._watched_by() or model._refusal(given, compiling=on_cuda)
+        whole = no_memory or model._watched_by() or model._refusal(given, compiling=False)
         verdict = model._derive().verdict
         distrusted = () if verdict is None else verdict.distrusted
         if distrusted is None:
@@ -50,8 +48,6 @@ def explain_part(
         how = "trains on codes as soon as a self-check (calibrate, self_check, a step) has shown that to be the same"
     else:
         how = "trains on codes, without a self-check (QAT_SELF_CHECK=off)"
-    if on_cuda and whole is None:
-        how += f"; uncompiled it trains {PLAINLY}: {model._refusal(given, compiling=False)}"
     if evaluated:
         how = f"is in evaluation, where its graph runs operation by operation; in training it {how}"
     return how, rows
@@ -86,8 +82,6 @@ def _how(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) 
     reason = plan.refused.get(node) or _tensors_refusal(plan, node, module)
     if reason is not None:
         return PLAINLY, reason
-    if uses_formulas(next(plan.model.parameters())):
-        return f"{ON_CODES}, by formula", ""
     if isinstance(module, QuantLayer):
         return _product(plan, node, module, shape)
     return ON_CODES, _one_pass(plan, node)

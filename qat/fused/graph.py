@@ -17,11 +17,10 @@ from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import judge
 from qat.fused.verdict import Verdict, is_wanted
 from qat.graph.patches import capturing_alone
-from qat.kernels import formulas_wanted, plain_here, plain_wanted
+from qat.kernels import plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions
-from qat.kernels.dispatch import is_supported
-from qat.kernels.formulas.products import try_int_mm
+from qat.kernels.cpu.quantizers import is_plain
 from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
 from qat.quantizer import Quantizer
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qat")
 
-ON_CUDA = "there are no kernels for codes on CUDA"
 NO_LIBRARY = "there is no C library (the log says why)"
 
 MOST_FAILURES = 3
@@ -162,9 +160,6 @@ class FusedGraph(PreparedGraph):
         if any(device.type == "cpu" for device in devices) and compiler.library() is not None:
             for each in onednn.KINDS:
                 onednn.are_exact(each)
-        for device in devices:
-            if formulas_wanted():
-                try_int_mm(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
         """Move as any module does, and probe the device if it is another one."""
@@ -215,7 +210,7 @@ class FusedGraph(PreparedGraph):
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._watched_by() is not None:
             return None
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not takes(given) or formulas_wanted() or self._refusal(given, False) is not None:
+        if not takes(given) or self._refusal(given, False) is not None:
             return None
         state, found = self._engine_state, self._engine_state.evaluator
         holds = found is not None and found.state.holds()
@@ -256,12 +251,10 @@ class FusedGraph(PreparedGraph):
         x = next(self.parameters()) if x is None else x
         if all_modules_are_hooked():  # type: ignore[no-untyped-call]
             return "a hook on all modules is registered, which waits for each to be called"
-        if floating is not None and not is_supported(floating):
+        if floating is not None and not is_plain(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"
-        if x.is_cuda:
-            return ON_CUDA
-        if formulas_wanted():
-            return None
+        if not x.is_cpu:
+            return f"there are no kernels for codes on {x.device.type}"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on, and the kernels on the CPU compute in float32"
         return None if (is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY

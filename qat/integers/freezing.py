@@ -94,10 +94,7 @@ class _Freezer:
             weight = layer.weight if weight is None else weight
             return FrozenLayer(layer, path, layer.folded(torch.ones(()), None, weight, None), (), self.operations)
         if quantizer is None:
-            raise FreezingError(
-                f"{path or 'the model'!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model"
-                " with qat.prepare, or give the layer an activation_spec"
-            )
+            raise _no_grid(path, layer)
         quantizers = [quantizer]
         if isinstance(layer, QuantBilinear):
             other = layer.other_quantizer
@@ -135,6 +132,8 @@ class _Freezer:
             elif isinstance(module, QuantLayer):
                 # One module for each call: a shared layer has other integers on another grid.
                 grids = [handed(node, key, values) for key in module.quantizer_arguments]
+                if None in grids:
+                    raise _no_grid(full, module)
                 layer = FrozenLayer(module, full, integers_of(node, module, values), grids, self.operations)
                 replace_call(model, node, f"integer_{number}", layer, node.args[: len(module.quantizer_arguments)])
             elif module is not None:
@@ -144,6 +143,13 @@ class _Freezer:
         drop_unread(model.graph, model)
         model.recompile()
         return model
+
+
+def _no_grid(path: str, layer: QuantLayer) -> FreezingError:
+    return FreezingError(
+        f"{path or 'the model'!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model with"
+        " qat.prepare, or give the layer an activation_spec"
+    )
 
 
 def replace_call(model: fx.GraphModule, node: fx.Node, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from qat.kernels.cpu import onednn
 from qat.kernels.cpu.quantizers import NO_CLIP
-from qat.kernels.dispatch import uses_formulas
-from qat.kernels.formulas.products import integer_sums
 from qat.kernels.geometry import LINEAR, MOST_INPUTS, Geometry
 from qat.kernels.integers import Numbers, dequantize, requantize
 from qat.layers import IntegerWeight, QuantFunction, QuantLayer, QuantLinear
@@ -103,11 +101,8 @@ class Product(nn.Module):
         return few_axes and self.geometry.is_exact(self.weight.shape) and not onednn.is_emulated()
 
     def exact_sums(self, codes: Tensor) -> Tensor:
-        """sum((x - zero) * weight): on CUDA of int8 in int32, where the sizes and a trial allow it, else in float64."""
-        zero, sums = self.source.grid.zero, None
-        if uses_formulas(codes) and not torch.compiler.is_compiling():
-            sums = integer_sums(codes, zero, self.weight, self.geometry)
-        return self.geometry.multiply(codes.double() - zero, self.weight.double(), None) if sums is None else sums
+        """sum((x - zero) * weight) in float64."""
+        return self.geometry.multiply(codes.double() - self.source.grid.zero, self.weight.double(), None)
 
     def _fast_sums(self, codes: Tensor) -> Tensor:
         self.sums.run = self.sums.run or self._fastest()

@@ -3,9 +3,7 @@
 from qat.kernels.dispatch import (
     choose,
     float_products,
-    formulas_wanted,
     integers_allowed,
-    kernels_by_formula,
     plain_formulas,
     plain_here,
     plain_wanted,
@@ -14,9 +12,7 @@ from qat.kernels.dispatch import (
 __all__ = [
     "choose",
     "float_products",
-    "formulas_wanted",
     "integers_allowed",
-    "kernels_by_formula",
     "plain_formulas",
     "plain_here",
     "plain_wanted",

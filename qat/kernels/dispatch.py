@@ -1,4 +1,4 @@
-"""Who computes what: compiled kernels on the CPU, torch.compile's on CUDA, or the plain formula.
+"""Who computes what: compiled kernels on the CPU, or the plain formula.
 
 The switches hold in the thread that enters their context; other threads do not see them.
 """
@@ -20,7 +20,6 @@ class _Switches(threading.local):
     def __init__(self) -> None:
         self.plain = False
         self.in_float = False
-        self.by_formula = False
 
 
 _switches = _Switches()
@@ -59,16 +58,6 @@ def float_products() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def kernels_by_formula() -> Iterator[None]:
-    """A context in which the CPU computes as compiled models do on CUDA, so that this can be tested without a GPU.
-
-    Call `train()` of the model inside, then forward and backward.
-    """
-    with _on("by_formula"):
-        yield
-
-
 def integers_allowed() -> bool:
     """Whether products may be computed in integers here."""
     return not _switches.in_float
@@ -77,27 +66,6 @@ def integers_allowed() -> bool:
 def plain_wanted() -> bool:
     """Whether plain operations are asked for."""
     return _switches.plain
-
-
-def formulas_wanted() -> bool:
-    """Whether the CPU is to compute as CUDA does."""
-    return _switches.by_formula
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that formulas take."""
-
-
-def uses_formulas(x: Tensor) -> bool:
-    """Whether formulas replace kernels for this tensor: on CUDA, where torch.compile makes kernels of them."""
-    return x.is_cuda or formulas_wanted()
-
-
-def is_supported(x: Tensor) -> bool:
-    """Whether operators take a tensor: float32 on the CPU, `DTYPES` by formula; never a subclass of Tensor."""
-    if uses_formulas(x):
-        return x.dtype in DTYPES and type(x) in (Tensor, torch.nn.Parameter)
-    return quantizers.is_plain(x)
 
 
 def plain_here() -> bool:

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from qat.graph.nodes import submodule_of
 from qat.layers import QuantLayer
+from qat.preparation.operations import grid_of
 from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
 from qat.quantizer.base import CALL_METHODS
@@ -157,6 +158,10 @@ def _takes(node: fx.Node, key: str, path: str, model: fx.GraphModule) -> bool:
         return False
     if key == "norm":
         return folds(module, handed, node) and getattr(handed, "running_var", None) is not None
+    if key == "input_quantizer" and isinstance(node.args[0], fx.Node):
+        # What stands between them may be another module now, which does not keep the grid: a dropout became a clip.
+        source = grid_of(node.args[0], model)
+        return source is not None and submodule_of(model, source) is handed
     return isinstance(handed, Quantizer)
 
 

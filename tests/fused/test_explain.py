@@ -21,7 +21,7 @@ from qat.fused.functions.products import weight_refusal
 from qat.fused.graph import FusedGraph
 from qat.fused.modules import module_refusal
 from qat.fused.verdict import Verdict
-from qat.kernels import float_products, kernels_by_formula, plain_formulas
+from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import LSQQuantizer, create_quantizer
@@ -145,11 +145,6 @@ def test_before_a_self_check_and_without_one(monkeypatch: pytest.MonkeyPatch) ->
     assert whole(model) == "the model trains on codes, without a self-check (QAT_SELF_CHECK=off)"
     monkeypatch.delenv("QAT_SELF_CHECK")
     assert "on codes as soon as a self-check" in whole(model)
-
-
-def test_by_formula() -> None:
-    with kernels_by_formula():
-        assert row(block(), "conv1") == ("on codes, by formula", "")
 
 
 def test_a_copy_of_qat_without_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from benchmarks.speed_memory import saved_bytes
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler
 from tests.references.cases_compiled import assert_near, images, prepared, step
+from tests.references.cases_waiting import Watch
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -81,3 +82,14 @@ def test_a_compiled_model_keeps_no_more_than_an_eager_one() -> None:
         return saved_bytes(lambda: forward(x).square().sum(), [*of.parameters(), *of.buffers()])
 
     assert 0 < kept(model, compiled) <= kept(twin, twin)
+
+
+def test_the_plain_graph_never_waits_for_the_device() -> None:
+    """On CUDA it is recorded as a graph."""
+    x = images()
+    model = prepared(x)
+    parameters = tuple(model.parameters())
+    with plain_formulas(), Watch((x,)) as watch:
+        loss = model(x).square().sum()
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+    assert watch.seen > 500

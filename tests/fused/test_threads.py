@@ -15,15 +15,13 @@ import qat
 from qat.contexts import warnings_ignored
 from qat.kernels import (
     float_products,
-    formulas_wanted,
     integers_allowed,
-    kernels_by_formula,
     plain_formulas,
     plain_wanted,
 )
 
 SWITCHES = {
-    plain_formulas: plain_wanted, kernels_by_formula: formulas_wanted, float_products: lambda: not integers_allowed()
+    plain_formulas: plain_wanted, float_products: lambda: not integers_allowed()
 }  # fmt: skip
 
 
@@ -75,7 +73,7 @@ def test_a_switch_is_that_of_its_thread_and_ends_as_it_began(context: Any) -> No
 
 def test_compiled_code_watches_the_switches_of_its_own_thread() -> None:
     compiled = torch.compile(
-        lambda x: x + (10 * plain_wanted()) + (100 * formulas_wanted()), fullgraph=True, backend="eager"
+        lambda x: x + (10 * plain_wanted()) + (100 * integers_allowed()), fullgraph=True, backend="eager"
     )
     x = torch.zeros(())
 
@@ -84,10 +82,10 @@ def test_compiled_code_watches_the_switches_of_its_own_thread() -> None:
         with plain_formulas():
             return [outside, compiled(x).item(), compiled(x).item()]
 
-    assert both() == [0, 10, 10] and both() == [0, 10, 10]
-    with kernels_by_formula():
-        assert in_thread(both) == [0, 10, 10] and compiled(x).item() == 100
-    assert compiled(x).item() == 0
+    assert both() == [100, 110, 110] and both() == [100, 110, 110]
+    with float_products():
+        assert in_thread(both) == [100, 110, 110] and compiled(x).item() == 0
+    assert compiled(x).item() == 100
 
 
 def test_torch_compile_knows_its_functions_after_a_trace() -> None:

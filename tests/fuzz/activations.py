@@ -40,7 +40,7 @@ FUNCTIONS_IN_PLACE = (
 
 STATEMENTS_IN_PLACE = (
     "{x} += 1", "{x} *= 2", "{x} -= 0.5", "{x}[:, 0] = 0", "{x}[:, :1].relu_()", "{x}[:, :1] *= 0.5",
-    "{x}.view(-1).mul_(2)", "{x}.flatten(1).clamp_(min=0)", "{x}.transpose(0, 1).add_(1)", "F.relu({x}, inplace=True)",
+    "{x}.view(-1).mul_(2)", "{x}.transpose(0, 1).add_(1)", "F.relu({x}, inplace=True)",
     "{x}.relu_()", "torch.relu_({x})", "self.act({x})",
 )  # fmt: skip
 

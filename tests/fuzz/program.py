@@ -33,7 +33,6 @@ from tests.fuzz.steps import integers_however_small
 CONTEXTS = {
     "default": "torch.enable_grad()",
     "float_products": "qat.kernels.float_products()",
-    "by_formula": "qat.kernels.kernels_by_formula()",
     "small_integers": "integers_however_small()",
     "device": 'torch.device("cpu")',
 }

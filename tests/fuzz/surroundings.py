@@ -91,7 +91,7 @@ def surrounded(program: Program, rng: random.Random) -> Program:
         before=tuple(before),
         after=tuple(after),
         recipe=rng.choice(RECIPES),
-        context=rng.choices(list(CONTEXTS), (11, 3, 2, 5, 1))[0],
+        context=rng.choices(list(CONTEXTS), (11, 3, 5, 1))[0],
         needs_x="randint" not in program.x and rng.random() < 0.4,
     )
 

@@ -269,3 +269,17 @@ def test_a_number_that_forward_read_is_said_to_be_fixed(x: Tensor, caplog: pytes
         "'alpha' changed, and what forward computed from it is fixed since the model was prepared; prepare it again if"
         " it reads that"
     ]
+
+
+def test_a_dropout_that_became_a_clip_keeps_no_grid() -> None:
+    """Evaluation rounded 0.3 to a level, and the exported file did not."""
+    x = torch.randn(6, 8)
+    net = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.0), nn.Linear(4, 3))
+    model = qat.prepare(net.eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    model.set_submodule("1", nn.Hardtanh(-0.3, 0.3))
+    with torch.no_grad():
+        expected = model.train()(x)
+        torch.testing.assert_close(model.eval()(x), expected)
+    with pytest.raises(ValueError, match=r"'2' \(QuantLinear\) has no grid for its input"):
+        qat.convert(model)

@@ -1,7 +1,6 @@
 """The operators of qat.kernels: both implementations, arguments for every one, and a quantizer in float64."""
 
 import math
-import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from qat.kernels.formulas import products as f_products
 from qat.kernels.formulas import quantizers as f_quantizers
 from qat.kernels.geometry import Geometry
 from qat.kernels.operators import curves, pools, products, quantizers
-from qat.torch_internals import pytree
 
 Grid = tuple[list[Tensor | None], list[float]]
 """A quantizer's tensors and levels, as operators take them."""
@@ -40,27 +38,7 @@ FORMULA = _gathered(formulas, f_curves, f_pools, f_products, f_quantizers)
 C.dequantize = cpu_quantizers.dequantize
 
 
-DEVICE = os.environ.get("QAT_DEVICE")
-"""A device on which the formulas are tested too: `python -m benchmarks.gpu` sets it."""
-
-
-class OnDevice:
-    """The formulas with every tensor on `DEVICE`; what they write into comes back."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            leaves, form = pytree.tree_flatten(given)
-            moved = [each.to(DEVICE) if isinstance(each, Tensor) else each for each in leaves]
-            found = getattr(FORMULA, name)(*pytree.tree_unflatten(moved, form))
-            for own, there in zip(leaves, moved, strict=True):
-                if isinstance(own, Tensor) and not torch.equal(own.nan_to_num(), there.cpu().nan_to_num()):
-                    own.copy_(there)
-            return pytree.tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, found)
-
-        return call
-
-
-IMPLEMENTATIONS = {"C": C, "formula": FORMULA, **({"device": OnDevice()} if DEVICE else {})}
+IMPLEMENTATIONS = {"C": C, "formula": FORMULA}
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -141,8 +142,10 @@ class Translation(fx.Interpreter):
         else:
             made = self.writer.requantized(self.writer.coded(x, "a quantizer"), grid)
         if made.tensor not in self._named:
-            order = made.axes.order(layout(len(made.axes.dims)))
-            if order == sorted(order):  # in the shape of torch, its integers are found under the quantizer's name
+            # Its integers are looked up under the quantizer's name, and read as a tensor of torch's shape.
+            order, sizes = made.axes.order(layout(len(made.axes.dims))), self.file.shapes[made.tensor]
+            read = Axes.stored([sizes[axis] for axis in np.argsort(layout(len(sizes)))])
+            if order == sorted(order) or read.viewed(made.axes.shape) != made.axes:
                 made = Coded(self.writer.stored(made), Axes.stored(made.axes.shape), made.grid)
             self.file.tensors[made.tensor].name = name
             self._named.add(made.tensor)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import NO_CLIP, Levels, dequantize, is_plain
-from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
@@ -99,10 +98,9 @@ def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learn
     None: as many as there are.
     """
     scale, smallest, zero_point = quantizer.scale, quantizer.smallest_scale, quantizer.zero_point
-    takes = is_supported if uses_formulas(scale) else is_plain
     count = scale.numel() if scales is None else scales
     for tensor in (scale, smallest) if zero_point is None else (scale, smallest, zero_point):
-        if not takes(tensor) or tensor.numel() != count or not tensor.is_contiguous():
+        if not is_plain(tensor) or tensor.numel() != count or not tensor.is_contiguous():
             return None
     return Learned(scale, smallest, zero_point, levels_of(quantizer, x))
 
@@ -197,7 +195,7 @@ class DecodeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, codes: Tensor, qparams: Tensor) -> Tensor:
         """One pass; torch.compile fuses it with the operations behind it."""
-        if torch.compiler.is_compiling() or uses_formulas(codes):
+        if torch.compiler.is_compiling():
             return formulas.dequantize(codes, qparams)
         return dequantize(codes, qparams)
 
@@ -231,9 +229,9 @@ def quantize(x: Tensor, learned: Learned) -> Codes:
 def holds_nan(x: Codes) -> bool:
     """Whether a value was NaN: no code stands for it, so the tensor has to stay in floats.
 
-    Compiled code and CUDA do not wait for the answer; the whole tensor is NaN there.
+    Compiled code does not ask; the whole tensor is NaN there.
     """
-    return not torch.compiler.is_compiling() and not x.qparams.is_cuda and math.isnan(x.qparams[0].item())
+    return not torch.compiler.is_compiling() and math.isnan(x.qparams[0].item())
 
 
 def with_scale_gradient(x: Codes) -> Codes:
@@ -251,7 +249,7 @@ def decode(x: Codes | Tensor) -> Tensor:
 
 def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | Tensor:
     """Codes of a tensor on this grid; the tensor itself where kernels do not apply, or a dropout is active."""
-    if not isinstance(x, Tensor) or not (is_supported(x) and x.numel() and is_dense(x)):
+    if not isinstance(x, Tensor) or not (is_plain(x) and x.numel() and is_dense(x)):
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from qat.fused.activations import PLAIN_CURVES
 from qat.fused.functions.codes import Codes, PreQuantizer, decode, first_derivative, holds_nan, learned_by, outputs
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.quantizers import Levels
-from qat.kernels.dispatch import is_supported
+from qat.kernels.cpu.quantizers import Levels, is_plain
 from qat.kernels.operators.curves import (
     curve_quantize,
     curve_quantize_backward,
@@ -73,7 +72,7 @@ def quantize_curve(
 ) -> Codes | Tensor:
     """quantizer(curve(x)), as codes where kernels apply; the curve is one of `PLAIN_CURVES`."""
     x = decode(x)
-    learned = learned_by(quantizer, x) if is_supported(x) and x.numel() and is_dense(x) else None
+    learned = learned_by(quantizer, x) if is_plain(x) and x.numel() and is_dense(x) else None
     if learned is not None:
         codes = Codes(*QuantizeCurveFunction.apply(x, *learned, curve))
         if not holds_nan(codes):
@@ -95,7 +94,7 @@ def quantize_softmax(
     """quantizer(softmax(x * multiplier)), as codes where kernels apply; softmax is the layer, None for a function."""
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
-    learned = learned_by(quantizer, x) if last and is_supported(x) and x.numel() and x.is_contiguous() else None
+    learned = learned_by(quantizer, x) if last and is_plain(x) and x.numel() and x.is_contiguous() else None
     if learned is not None:
         codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier))
         if not holds_nan(codes):

@@ -24,8 +24,7 @@ from qat.fused.functions.codes import (
     with_scale_gradient,
 )
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.quantizers import NO_CLIP, Levels
-from qat.kernels.dispatch import is_supported, uses_formulas
+from qat.kernels.cpu.quantizers import NO_CLIP, Levels, is_plain
 from qat.kernels.operators.quantizers import (
     add_quantize,
     add_quantize_backward,
@@ -102,7 +101,7 @@ def quantize_chain(
 ) -> Codes | Tensor:  # fmt: skip
     """quantizer(clip(norm(y))), as codes where kernels apply; activation: the layer that clips, None for a function."""
     y = decode(y)
-    learned = learned_by(quantizer, y) if is_supported(y) and y.numel() else None
+    learned = learned_by(quantizer, y) if is_plain(y) and y.numel() else None
     if learned is not None:
         if norm is None and (floor, ceiling) == NO_CLIP:
             if is_dense(y) and not holds_nan(codes := quantize(y, learned)):
@@ -171,7 +170,7 @@ def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
     return not uncounted and all(
-        tensor is None or (is_supported(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
+        tensor is None or (is_plain(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
         for tensor in tensors
     )
 
@@ -196,11 +195,11 @@ def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, b
     else:
         norm.num_batches_tracked.add_(1)
         share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum
-        if torch.compiler.is_compiling() or uses_formulas(y):
+        if torch.compiler.is_compiling():
             # A compiled operator that writes in place would first copy its argument.
             mean, inverse, variance = batch_statistics(y.detach(), norm.eps)
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-            norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
+            norm.running_mean.lerp_(mean, share)
+            norm.running_var.lerp_(variance, share)
         else:
             mean, inverse = statistics(y, norm.eps, (norm.running_mean, norm.running_var), float(share))
     gamma = torch.ones_like(mean) if norm.weight is None else norm.weight

@@ -22,8 +22,7 @@ from qat.fused.functions.codes import (
     with_scale_gradient,
 )
 from qat.kernels import integers_allowed
-from qat.kernels.cpu.quantizers import Levels, rows_of
-from qat.kernels.dispatch import is_supported
+from qat.kernels.cpu.quantizers import Levels, is_plain, rows_of
 from qat.kernels.geometry import LINEAR, Geometry
 from qat.kernels.operators.products import (
     codes_matmul,
@@ -116,7 +115,7 @@ def multiply(
     learned = _learned(weight, layer.weight_quantizer)
     if (
         not isinstance(x, Codes) or geometry is None or learned is None
-        or not (bias is None or (is_supported(bias) and bias.dim() == 1))
+        or not (bias is None or (is_plain(bias) and bias.dim() == 1))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
         return layer.compute(decode(x), weight, bias, input_quantizer, None)
@@ -157,7 +156,7 @@ def _grid_refusal(quantizer: Quantizer) -> str | None:
 
 def weight_refusal(weight: Tensor) -> str | None:
     """Why kernels do not take a weight; None if they do."""
-    if not is_supported(weight):
+    if not is_plain(weight):
         return f"its weight is {weight.dtype} on {weight.device.type}, or of a subclass of torch.Tensor"
     if not weight.numel():
         return "its weight is empty"

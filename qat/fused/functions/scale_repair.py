@@ -8,7 +8,6 @@ from torch import Tensor
 from qat.kernels.cpu.addresses import numbers_at
 from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import compiled, is_plain
-from qat.kernels.dispatch import uses_formulas
 from qat.quantizer import Quantizer
 from qat.quantizer.base import FLOOR_SHARE
 
@@ -27,20 +26,9 @@ def repair(*quantizers: Quantizer) -> None:
 @torch.library.custom_op("qat::put_back", mutates_args=("scales",))
 def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
     """`Quantizer.repair` as one operator: compiled code cannot branch on values, and would keep copies of scales."""
-    for device in {each.device for each in scales}:
-        here = [(scale, least) for scale, least in zip(scales, smallest, strict=True) if scale.device == device]
-        if uses_formulas(here[0][0]):  # a check would wait for the device
-            _put_back_unseen(*zip(*here, strict=True))
-        elif not all_finite([scale for scale, _ in here]):
-            for scale, least in here:
-                scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
-
-
-def _put_back_unseen(scales: tuple[Tensor, ...], smallest: tuple[Tensor, ...]) -> None:
-    found, least = (torch.cat([each.flatten() for each in tensors]) for tensors in (scales, smallest))
-    found = torch.where(found.isfinite(), found, least / FLOOR_SHARE)
-    for scale, values in zip(scales, torch.split(found, [each.numel() for each in scales]), strict=True):
-        scale.copy_(values.view(scale.shape))
+    if not all_finite(scales):
+        for scale, least in zip(scales, smallest, strict=True):
+            scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

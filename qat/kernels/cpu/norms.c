@@ -210,13 +210,18 @@ static inline float passed(float grad, float z, Bounds b) {
   return (z > b.floor) & (z < b.ceiling) & (z >= b.lowest) & (z <= b.highest) ? grad : 0;
 }
 
+/* distance * factor, and 0 for a factor of 0 however far: an infinite score that a clip holds has no gradient. */
+static inline float along(float distance, float factor) {
+  return factor != 0 ? distance * factor : 0;
+}
+
 static void through_row(const float *restrict grad, const float *restrict y, float *restrict grad_y,
                         const float *restrict alpha, const float *restrict shift, const float *restrict mean,
                         const float *restrict offset, const float *restrict factor, i64 n, Bounds passes) {
 #pragma omp simd
   for (i64 c = 0; c < n; c++) {
     const float m = passed(grad[c], fmaf(y[c], alpha[c], shift[c]), passes);
-    grad_y[c] = alpha[c] * (m - offset[c] - (y[c] - mean[c]) * factor[c]);
+    grad_y[c] = alpha[c] * (m - offset[c] - along(y[c] - mean[c], factor[c]));
   }
 }
 
@@ -241,7 +246,7 @@ static void through_images(const float *grad, const float *y, float *grad_y, Ext
     const float a = form.alpha[c], b = form.shift[c], mean = form.mean[c], o = offset[c], f = factor[c];
 #pragma omp simd
     for (i64 i = k * s.inner; i < (k + 1) * s.inner; i++)
-      grad_y[i] = a * (passed(grad[i], fmaf(y[i], a, b), passes) - o - (y[i] - mean) * f);
+      grad_y[i] = a * (passed(grad[i], fmaf(y[i], a, b), passes) - o - along(y[i] - mean, f));
   }
 }
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import codes_of, grid_of, in_layout_of, learned_gradient, slopes_on
+from qat.kernels.cpu.quantizers import in_layout_of
+from qat.kernels.formulas.grids import codes_of, grid_of, learned_gradient, slopes_on
 
 
 def gelu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,7 @@ CURVES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 def curve_quantize(x: Tensor, curve: str, grid: list[Any], levels: list[float]) -> tuple[Tensor, Tensor]:
     """Codes of curve(x); curve is one of `CURVES`."""
-    value, _ = CURVES[curve](x.to(torch.float32))
+    value, _ = CURVES[curve](x)
     return codes_of(value, grid_of(grid, levels), x)
 
 
@@ -59,23 +60,19 @@ def curve_quantize_backward(
     grad: Tensor, x: Tensor, curve: str, grid: list[Any], levels: list[float]
 ) -> tuple[Tensor, Tensor]:
     """dx = grad * curve'(x) inside the grid;  dscale = factor * sum(grad * slope)."""
-    value, rise = CURVES[curve](x.to(torch.float32))
+    value, rise = CURVES[curve](x)
     inside, slope = slopes_on(value, grid_of(grid, levels))
-    full = grad.to(torch.float32)
-    grad_x = in_layout_of(torch.where(inside, full * rise, 0.0), x, x.dtype)
-    return grad_x, learned_gradient((full * slope).sum(), grid, levels)
+    grad_x = in_layout_of(torch.where(inside, grad * rise, 0.0), x)
+    return grad_x, learned_gradient((grad * slope).sum(), grid, levels)
 
 
 def softmax_quantize(
     x: Tensor, multiplier: float, grid: list[Any], levels: list[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(x * multiplier, -1), its codes, and their qparams; x is contiguous.
-
-    The codes are made from probabilities in float32; those returned, for the backward, are in x's dtype.
-    """
-    probabilities = torch.softmax(x.to(torch.float32) * multiplier, -1)
+    """softmax(x * multiplier, -1), its codes, and their qparams; x is contiguous."""
+    probabilities = torch.softmax(x * multiplier, -1)
     codes, qparams = codes_of(probabilities, grid_of(grid, levels), x)
-    return in_layout_of(probabilities, x, x.dtype), codes, qparams
+    return probabilities, codes, qparams
 
 
 def softmax_quantize_backward(
@@ -85,10 +82,8 @@ def softmax_quantize_backward(
 
         dx = multiplier * p * (passed - sum(passed * p));  dscale = factor * sum(grad * slope)
     """  # fmt: skip
-    p, full = probabilities.to(torch.float32), grad.to(torch.float32)
+    p = probabilities
     inside, slope = slopes_on(p, grid_of(grid, levels))
-    passed = torch.where(inside, full, 0.0)
+    passed = torch.where(inside, grad, 0.0)
     grad_x = (passed - (passed * p).sum(-1, keepdim=True)) * p * multiplier
-    return in_layout_of(grad_x, probabilities, probabilities.dtype), learned_gradient(
-        (full * slope).sum(), grid, levels
-    )
+    return grad_x, learned_gradient((grad * slope).sum(), grid, levels)

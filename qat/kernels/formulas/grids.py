@@ -6,7 +6,6 @@ Step and zero stay tensors, so that nothing waits for their values.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ LARGEST = 1e18
 
 
 class TensorGrid(NamedTuple):
-    """An integer grid: step in float32, without axes; zero as well, or a plain number; lowest and highest code."""
+    """An integer grid: step, without axes; zero as well, or a plain number; lowest and highest code."""
 
     step: Tensor
     zero: Tensor | float
@@ -26,9 +25,8 @@ class TensorGrid(NamedTuple):
 
 
 def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
-    """min(max(scale, smallest), 1e18) in float32; NaN acts as smallest, as `positive_scale` reads it."""
-    wide, least = scale.to(torch.float32), smallest.to(torch.float32)
-    return torch.where(wide >= least, wide, least).clamp(max=LARGEST)
+    """min(max(scale, smallest), 1e18); NaN acts as smallest, as `positive_scale` reads it."""
+    return torch.where(scale >= smallest, scale, smallest).clamp(max=LARGEST)
 
 
 def grid_of(grid: list[Any], levels: Sequence[float]) -> TensorGrid:
@@ -37,12 +35,12 @@ def grid_of(grid: list[Any], levels: Sequence[float]) -> TensorGrid:
     step = step_in_force(scale.reshape(()), smallest.reshape(()))
     if zero_point is None:
         return TensorGrid(step, float(shift), low + shift, high + shift)
-    zero = zero_point.reshape(()).to(torch.float32).round().clamp(low, high)
+    zero = zero_point.reshape(()).round().clamp(low, high)
     return TensorGrid(step, zero + shift, low + shift, high + shift)
 
 
 def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of float32 values, in the strides of `pattern`, and their `qparams`: step and zero in float32.
+    """Codes of values, in the strides of `pattern`, and their `qparams`: step and zero.
 
     The step is NaN if one of the values is NaN; the code of that value is arbitrary. Codes are small, so their sum is
     NaN in this case only, and no value has to be read.
@@ -51,16 +49,7 @@ def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor,
     total = codes.sum()
     step = torch.where(total.isnan(), total, grid.step)
     zero = grid.zero if isinstance(grid.zero, Tensor) else torch.full_like(step, grid.zero)
-    return in_layout_of(codes, pattern, torch.uint8), torch.stack([step, zero])
-
-
-def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
-    """codes - zero, for a backward.
-
-    Written as a sum, so that torch.compile does not recognise a part of the forward in it: it would then keep the
-    forward's floating-point values for the backward, two or four bytes each, instead of the codes.
-    """
-    return codes + -zero
+    return torch.empty_like(pattern, dtype=torch.uint8).copy_(codes), torch.stack([step, zero])
 
 
 def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
@@ -71,7 +60,7 @@ def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
 
 
 def slopes_on(values: Tensor, grid: TensorGrid) -> tuple[Tensor, Tensor]:
-    """`slopes` of float32 values on a grid."""
+    """`slopes` of values on a grid."""
     return slopes(values / grid.step, grid.low - grid.zero, grid.high - grid.zero)
 
 
@@ -83,9 +72,9 @@ def clipped_slopes(values: Tensor, clip: list[float], grid: TensorGrid) -> tuple
 
 
 def learned_gradient(total: Tensor, grid: list[Any], levels: Sequence[float]) -> Tensor:
-    """The gradient of scales, in their shape and dtype: total * factor, times step^2 if `relative`.
+    """The gradient of scales, in their shape: total * factor, times step^2 if `relative`.
 
-    `total` are the gradients of the steps in float32. A scale below its lower bound gets no gradient that would lower
+    `total` are the gradients of the steps. A scale below its lower bound gets no gradient that would lower
     it further.
     """
     (scale, smallest, *_), (*_, factor, relative) = grid, levels
@@ -94,23 +83,4 @@ def learned_gradient(total: Tensor, grid: list[Any], levels: Sequence[float]) ->
     if relative:
         step = step_in_force(scale, least)
         gradient = gradient * step * step  # one factor at a time: the square of a small step may underflow
-    return torch.where((scale < least) & (gradient > 0), 0.0, gradient).to(scale.dtype)
-
-
-def in_layout_of(x: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype and in the memory order of pattern; x itself if nothing changes."""
-    if x.dtype is dtype and x.stride() == pattern.stride():
-        return x
-    return torch.empty_like(pattern, dtype=dtype).copy_(x)
-
-
-def result_dtype(x: Tensor, default: torch.dtype) -> torch.dtype:
-    """The dtype of a product: autocast's if it is enabled for x's kind of device, else the default."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else default
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which operands are multiplied in their own dtype: autocast sets that of the result alone."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.where((scale < least) & (gradient > 0), 0.0, gradient)

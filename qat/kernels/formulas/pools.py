@@ -34,11 +34,11 @@ def max_pool_codes_backward(grad: Tensor, where: Tensor, height: int, width: int
     """The gradient of the pooled images (height x width): every window gives its own to its largest element."""
     sizes = list(where.shape[2:])
     left, right, above, below = _pads([height, width], sizes, window)
-    layout, full = layout_of(where), grad.to(torch.float32)
+    layout = layout_of(where)
     shape = (*where.shape[:2], above + height + below, left + width + right)
-    padded = torch.empty(shape, dtype=torch.float32, device=grad.device, memory_format=layout).zero_()
+    padded = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
     for k in range(window[0] * window[1]):
-        _slice(padded, k, sizes, window).add_(torch.where(where == k, full, 0.0))
+        _slice(padded, k, sizes, window).add_(torch.where(where == k, grad, 0.0))
     image = padded[:, :, above : above + height, left : left + width]
     return torch.empty(image.shape, dtype=grad.dtype, device=grad.device, memory_format=layout).copy_(image)
 

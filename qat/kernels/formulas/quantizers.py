@@ -3,8 +3,7 @@
 
     z = y * alpha + offset, with alpha = gamma * inverse and offset = beta - mean * alpha, for a BatchNorm
 
-Channels are axis 1, or the last axis of tensors with fewer than four. Values and gradients may be float32, bfloat16 or
-float16; all arithmetic and all statistics are in float32.
+Channels are axis 1, or the last axis of tensors with fewer than four.
 """
 
 from typing import Any
@@ -12,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, in_layout_of, learned_gradient, slopes_on
+from qat.kernels.cpu.quantizers import in_layout_of
+from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, learned_gradient, slopes_on
 
 
 def quantize_codes(x: Tensor, grid: list[Any], levels: list[float]) -> tuple[Tensor, Tensor]:
     """codes = clamp(round(x / step) + zero_point, low, high) + shift."""
-    return codes_of(x.to(torch.float32), grid_of(grid, levels), x)
+    return codes_of(x, grid_of(grid, levels), x)
 
 
 def quantize_codes_backward(
     grad: Tensor, x: Tensor, grid: list[Any], levels: list[float], needs_x: bool
 ) -> tuple[Tensor, Tensor]:
     """dx = grad inside;  dscale = factor * sum(grad * slope)."""
-    inside, slope = slopes_on(x.to(torch.float32), grid_of(grid, levels))
-    total = (grad.to(torch.float32) * slope).sum()
-    grad_x = in_layout_of(torch.where(inside, grad, 0), x, x.dtype) if needs_x else x.new_empty(0)
+    inside, slope = slopes_on(x, grid_of(grid, levels))
+    total = (grad * slope).sum()
+    grad_x = in_layout_of(torch.where(inside, grad, 0), x) if needs_x else x.new_empty(0)
     return grad_x, learned_gradient(total, grid, levels)
 
 
@@ -46,8 +46,8 @@ def add_quantize_backward(
     """The gradient of the sum, grad inside the grid and strictly inside the clip, and factor * sum(grad * slope)."""
     z = dequantize(a, a_qparams).add_(dequantize(b, b_qparams))
     passes, slope = clipped_slopes(z, clip, grid_of(grid, levels))
-    total = (grad.to(torch.float32) * slope).sum()
-    grad_sum = in_layout_of(torch.where(passes, grad, 0), a, grad.dtype)
+    total = (grad * slope).sum()
+    grad_sum = in_layout_of(torch.where(passes, grad, 0), a)
     return grad_sum, learned_gradient(total, grid, levels)
 
 
@@ -59,7 +59,7 @@ def dequantize(codes: Tensor, qparams: Tensor) -> Tensor:
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of every channel, 1 / sqrt(variance + eps), and the unbiased variance (0 for a single value)."""
     axes = _others(y)
-    variance, mean = torch.var_mean(y.to(torch.float32), axes, correction=0)
+    variance, mean = torch.var_mean(y, axes, correction=0)
     count = y.numel() // mean.numel()
     return mean, torch.rsqrt(variance + eps), variance * (count / max(count - 1, 1))
 
@@ -72,7 +72,7 @@ def norm_quantize(
     C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
     """
     alpha, offset = _linear_form(y, *norm)
-    z = torch.addcmul(offset, y.to(torch.float32), alpha).clamp_(*clip)
+    z = torch.addcmul(offset, y, alpha).clamp_(*clip)
     return codes_of(z, grid_of(grid, levels), y)
 
 
@@ -87,24 +87,22 @@ def norm_quantize_backward(
         dy = alpha * masked;  if the statistics are the batch's:
         dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) * inverse^2)
     """
-    axes, wide, full = _others(y), y.to(torch.float32), grad.to(torch.float32)
-    gamma, beta, mean, inverse = norm
+    axes = _others(y)
+    _, _, mean, inverse = norm
     alpha, offset = _linear_form(y, *norm)
-    passes, slope = clipped_slopes(torch.addcmul(offset, wide, alpha), clip, grid_of(grid, levels))
-    total = (full * slope).sum()
-    masked = torch.where(passes, full, 0.0)
-    centred = wide - _along(mean, y)
+    passes, slope = clipped_slopes(torch.addcmul(offset, y, alpha), clip, grid_of(grid, levels))
+    total = (grad * slope).sum()
+    masked = torch.where(passes, grad, 0.0)
+    centred = y - _along(mean, y)
     sums, products = masked.sum(axes), (masked * centred).sum(axes)
-    spread = inverse.to(torch.float32)
     grad_y = y.new_empty(0)
     if needs_y:
         if follows_batch:
             count = y.numel() // sums.numel()
             masked = masked - _along(sums / count, y)
-            masked = torch.addcmul(masked, centred, _along(products * (spread * spread / count), y), value=-1)
-        grad_y = in_layout_of(masked * alpha, y, y.dtype)
-    grad_gamma, grad_beta = (products * spread).to(gamma.dtype), sums.to(beta.dtype)
-    return grad_y, grad_gamma, grad_beta, learned_gradient(total, grid, levels)
+            masked = torch.addcmul(masked, centred, _along(products * (inverse * inverse / count), y), value=-1)
+        grad_y = in_layout_of(masked * alpha, y)
+    return grad_y, products * inverse, sums, learned_gradient(total, grid, levels)
 
 
 def _others(y: Tensor) -> list[int]:
@@ -113,12 +111,11 @@ def _others(y: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, y: Tensor) -> Tensor:
-    """One value per channel, in float32, shaped to broadcast with y."""
-    wide = values.to(torch.float32)
-    return wide.reshape(-1, *[1] * (y.dim() - 2)) if y.dim() > 3 else wide
+    """One value per channel, shaped to broadcast with y."""
+    return values.reshape(-1, *[1] * (y.dim() - 2)) if y.dim() > 3 else values
 
 
 def _linear_form(y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """alpha and offset, shaped to broadcast with y."""
-    alpha = inverse.to(torch.float32) * gamma.to(torch.float32)
-    return _along(alpha, y), _along(beta.to(torch.float32) - mean.to(torch.float32) * alpha, y)
+    alpha = inverse * gamma
+    return _along(alpha, y), _along(beta - mean * alpha, y)

@@ -1,4 +1,4 @@
-"""Kernels as torch operators, each one node for torch.compile; on CUDA, formulas that it fuses.
+"""Kernels as torch operators, each one node for torch.compile.
 
 All arguments besides tensors and numbers are packed, since an operator's schema knows lists only:
 
@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from qat.kernels.dispatch import DTYPES, uses_formulas
-
 Result = TypeVar("Result")
 
 
@@ -31,8 +29,8 @@ def operator(formula: Callable[..., Any]) -> Callable[[Callable[..., Result]], C
     twice as long to reach the function.)
 
     Args:
-        formula: takes and returns the same, in torch's operations: it runs where `uses_formulas` says so, and tells
-            torch.compile shapes, types and strides of the result.
+        formula: takes and returns the same, in torch's operations: it tells torch.compile shapes, types and strides of
+            the result, and tests compare with it.
     """
 
     def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -47,12 +45,7 @@ def operator(formula: Callable[..., Any]) -> Callable[[Callable[..., Result]], C
 
         @functools.wraps(function)
         def call(*args: Any) -> Result:
-            if uses_formulas(args[0]) or args[0].dtype in DTYPES[1:]:  # 16 bits: a backward outside the context
-                found: Result = formula(*args)
-            elif torch.compiler.is_compiling():
-                found = registered(*args)
-            else:
-                found = function(*args)
+            found: Result = registered(*args) if torch.compiler.is_compiling() else function(*args)
             return found
 
         call.library = library  # type: ignore[attr-defined]  # keeps the operator alive

@@ -17,11 +17,10 @@ from tests.integers.test_evaluating import CASES, plainly, prepared, program_of
 MODES = ("reflect", "circular", "replicate")
 
 
-@pytest.mark.parametrize("execution", ["onednn", "reference"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_integers_are_those_of_evaluation(case: str, execution: Any) -> None:
+def test_the_integers_are_those_of_evaluation(case: str) -> None:
     model, x = prepared(case)
-    converted = qat.convert(model, execution)
+    converted = qat.convert(model)
     assert torch.equal(converted(x), plainly(model, x))
     assert not any(isinstance(module, qat.Quantizer) for module in converted.modules())
     large = [name for name, held in converted.state_dict().items() if held.is_floating_point() and held.dim() > 1]
@@ -57,7 +56,6 @@ def test_one_sample_without_a_batch(
         assert torch.allclose(qat.convert(model, "export")(x), expected, atol=1e-5)
     assert program_of(model) is not None
     assert torch.equal(qat.convert(model)(x), expected)
-    assert torch.equal(qat.convert(model, "reference")(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +67,13 @@ def test_one_sample_without_a_batch(
     ids=[*MODES, "even", "transposed"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("execution", ["onednn", "reference"])
-def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any, execution: Any) -> None:
+def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 24, 24)
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer(), nn.ReLU(), layer(), nn.ReLU(), nn.Conv2d(16, 8, 1))
     model = qat.prepare(net.eval(), example_inputs=x)
     qat.calibrate(model, [x])
-    assert torch.equal(qat.convert(model, execution)(x), plainly(model.eval(), x))
+    assert torch.equal(qat.convert(model)(x), plainly(model.eval(), x))
 
 
 def test_a_bilinear_layer_sums_integers() -> None:
@@ -96,25 +93,23 @@ class Pair(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("execution", ["onednn", "reference"])
-def test_a_twin_of_ones_own_computes_as_it_says(execution: Any) -> None:
+def test_a_twin_of_ones_own_computes_as_it_says() -> None:
     x = torch.randn(4, 3, 8, 8)
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), OwnConv2d(16, 8, 3))
     model = qat.prepare(net.eval(), example_inputs=x)
     qat.calibrate(model, [x])
-    assert torch.equal(qat.convert(model, execution)(x), plainly(model.eval(), x))
+    assert torch.equal(qat.convert(model)(x), plainly(model.eval(), x))
 
 
-@pytest.mark.parametrize("execution", ["onednn", "reference"])
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
-def test_nan_is_refused_by_the_name_of_its_quantizer(mode: Any, execution: Any) -> None:
+def test_nan_is_refused_by_the_name_of_its_quantizer(mode: Any) -> None:
     x = torch.randn(4, 3, 8, 8)
     net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, padding_mode=mode), nn.ReLU(), nn.Conv2d(16, 8, 3))
     model = qat.prepare(net.eval(), example_inputs=x)
     qat.calibrate(model, [x])
     x[0, 0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"^'input_quantizer' is given NaN, which no integer stands for$"):
-        qat.convert(model, execution)(x)
+        qat.convert(model)(x)
 
 
 def test_hooks_that_are_left_out_are_named() -> None:
@@ -155,19 +150,9 @@ def test_integers_are_saved_and_loaded_by_torch_alone(tmp_path: Path) -> None:
     assert (found["1"] - plainly(model, x)).abs().max() < 0.05
 
 
-def test_integers_for_onednn_are_made_again_of_the_saved_model(tmp_path: Path) -> None:
-    model, x = prepared()
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    float_model = CASES["residual"]()
-    float_model(x)  # sizes of lazy layers
-    again = qat.prepare(float_model.eval(), qat.QuantRecipe(), example_inputs=x)
-    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(qat.convert(again.eval())(x), qat.convert(model)(x))
-
-
 def test_what_cannot_be_converted_is_refused_in_a_sentence() -> None:
     model, _ = prepared()
-    with pytest.raises(ValueError, match=r"execution must be one of onednn, reference, export, got 'fbgemm'$"):
+    with pytest.raises(ValueError, match=r"execution must be one of reference, export, got 'fbgemm'$"):
         qat.convert(model, "fbgemm")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^convert: expected a model from qat.prepare, got Linear without quantizers$"):
         qat.convert(nn.Linear(2, 2))

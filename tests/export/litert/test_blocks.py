@@ -126,3 +126,25 @@ def test_headroom_fills_int8_and_keeps_the_bias() -> None:
     assert headroom(torch.tensor([[7, -8]]), torch.tensor([5])) == 8
     assert headroom(torch.tensor([[1, -1]]), bias) == 4
     assert headroom(torch.tensor([[0]]), torch.tensor([0])) == 64
+
+
+class Shuffled(nn.Module):
+    """A clip that is computed before the shuffle in front of it, while another reader wants the shuffled tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 2, 2, *x.shape[2:]).transpose(1, 2).flatten(1, 2)
+        y: Tensor = self.conv(x.relu()) + x
+        return y
+
+
+def test_a_quantizer_behind_a_shuffle_has_its_integers_under_its_name(tmp_path: Path) -> None:
+    x = torch.randn(2, 4, 3, 6)
+    model = qat.prepare(Shuffled(), qat.QuantRecipe(target="litert"), x)
+    qat.calibrate(model, [x])
+    qat.export_litert(model.eval(), tmp_path / "model.tflite", x, batch=2)
+    layers = compare_litert_layers(tmp_path / "model.tflite", model, x)
+    assert [layer.beyond_ties for layer in layers] == [0] * 4
