@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 import qat
 from benchmarks.speed_rows import facts_of_run
 from benchmarks.zoo_models import Case, build
-from qat.fused.rewriting import fused_graph
+from qat.codes.evaluation.program import integer_program
+from qat.codes.training.rewriting import fused_graph
 from qat.inputs import call_model, copied
 from qat.integers.evaluation import evaluation_copy
-from qat.integers.program import integer_program
 
 RESULTS = Path(__file__).parent / "results" / "goldens.json"
 ZOO = (

@@ -35,7 +35,7 @@ ROOMS = {
     "functional": ("qat/functional", ["tests/functional", "qat/functional"]),
     "quantizer": ("qat/quantizer", ["tests/quantizer", "qat/quantizer"]),
     "layers": ("qat/layers", ["tests/layers", "qat/layers"]),
-    "fused/functions": ("qat/fused/functions", ["tests/fused"]),
+    "codes/operators": ("qat/codes/operators", ["tests/fused", "tests/kernels"]),
     "integers": ("qat/integers", ["tests/export"]),
     "training/loop": ("qat/training/loop", ["tests/training", "tests/finetuning"]),
 }

@@ -1,4 +1,4 @@
-"""What the engine's proof of itself costs: once a model, at the end of `calibrate` (`qat.fused.self_check.judging`).
+"""What the engine's proof of itself costs: once a model, at the end of `calibrate` (`qat.codes.check.judging`).
 
 python -m benchmarks.self_check              # each model in a process of its own; keeps results/self_check.json
 python -m benchmarks.document                # writes the table into docs/speed.md
@@ -18,7 +18,7 @@ import torch
 import torchvision
 
 import qat
-from qat.fused.graph import FusedGraph
+from qat.codes.graph import FusedGraph
 from qat.kernels.cpu import onednn
 
 OUT = Path(__file__).resolve().parent / "results" / "self_check.json"

@@ -90,7 +90,7 @@ def prepare(
     check_float_model(model, recipe)
     recipe = recipe or QuantRecipe()
     graph_class: type[PreparedGraph] = PreparedGraph
-    from qat.fused.graph import FusedGraph as graph_class  # noqa: N813, F811 - without this line models train plainly
+    from qat.codes.graph import FusedGraph as graph_class  # noqa: N813, F811 - without this line models train plainly
 
     with seeded(0):
         root = copy.deepcopy(model)

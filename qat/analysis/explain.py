@@ -53,7 +53,7 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
     for name, part in parts.items():
         start = f"{name}." if name else ""
         inner = {path.removeprefix(start): shape for path, shape in shapes.items() if path.startswith(start)}
-        how, found = f"trains {PLAINLY}: this copy of qat has no qat.fused", {}
+        how, found = f"trains {PLAINLY}: this copy of qat has no qat.codes", {}
         if (engine := part._fused_engine()) is not None:
             how, found = engine._explain(calls.get(part), inner)
         sentences.append(f"{name or 'the model'} {how}")

@@ -11,10 +11,7 @@ from qat.functional.tensors import require_floating
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy
 from qat.integers.freezing import freeze
-from qat.integers.frozen import FreezingError, FrozenLayer, FrozenQuantizer, Operations
-from qat.integers.modules import NotANumberError
-from qat.integers.products import Product
-from qat.integers.program import integer_program
+from qat.integers.frozen import FreezingError, FrozenLayer, FrozenQuantizer, NotANumberError, Operations
 from qat.kernels import plain_formulas
 from qat.preparation.refusals import wrapped
 from qat.torch_internals import children_of, decomposed_operators, parameters_of
@@ -23,7 +20,7 @@ Execution = Literal["reference", "export"]
 
 
 class IntegerModel(nn.Module):
-    """What `convert` returns: integer weights and tables, and a graph that computes on uint8 codes.
+    """What `convert` returns: a graph that computes with integer weights and biases.
 
     Attributes:
         graph_module: the graph, a `torch.fx.GraphModule`; its code is readable.
@@ -47,8 +44,7 @@ class IntegerModel(nn.Module):
 def convert(model: nn.Module, execution: Execution = "reference") -> IntegerModel:
     """A plain module that computes what the model's evaluation does, from integers alone.
 
-    It holds no quantizer and no float weight of a quantized layer: weights are int8, biases int32 values, and a
-    function of one tensor between two grids is a table of 256 bytes.
+    It holds no quantizer and no float weight of a quantized layer: weights are int8, biases int32 values.
 
     Without pickle it is saved by `torch.export.save(torch.export.export(made, inputs), file)` and loaded by torch alone
     ("export" after `import torch.ao.quantization.fx._decomposed`, which registers its operators). The `state_dict()` of
@@ -58,7 +54,7 @@ def convert(model: nn.Module, execution: Execution = "reference") -> IntegerMode
         model: a prepared and calibrated model; it is not changed.
         execution: how the same integers are computed:
 
-            - "reference": torch's operations alone, on any device: sums of products in float64, which is exact.
+            - "reference": torch's operations alone, on any device, in the order of evaluation.
             - "export": `torch.ops.quantized_decomposed` around float operators, the form that torch.export hands to
               torch.compile, AOTInductor and ExecuTorch. Biases are floats there.
 
@@ -90,17 +86,13 @@ def convert(model: nn.Module, execution: Execution = "reference") -> IntegerMode
 
 
 def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
-    """The integers of an `evaluation_copy`; what no product computes on codes is frozen as it is."""
-    exported, graph = execution == "export", evaluated
-    if isinstance(evaluated, fx.GraphModule) and not exported:
-        graph = integer_program(evaluated) or evaluated
-    frozen = freeze(graph, ExportOperations() if exported else IntegerOperations())
+    """The integers of an `evaluation_copy`."""
+    exported = execution == "export"
+    frozen = freeze(evaluated, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):
         frozen = fx.GraphModule(frozen, frozen.graph)  # which nothing of evaluation on integers looks after
     for name, module in list(frozen.named_modules()):
-        if isinstance(module, Product):
-            module.exact = True
-        elif isinstance(module, FrozenQuantizer) and exported:
+        if isinstance(module, FrozenQuantizer) and exported:
             frozen.set_submodule(name, ExportedQuantizer(module))
         elif isinstance(module, FrozenLayer):
             if exported:  # compilers ask for int64 constants

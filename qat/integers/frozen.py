@@ -69,6 +69,13 @@ class FreezingError(ValueError):
     """A layer whose integers cannot be stored."""
 
 
+class NotANumberError(ValueError):
+    """A value for a quantizer was NaN, which no code stands for."""
+
+    def __init__(self, quantizer: str) -> None:
+        super().__init__(f"{quantizer!r} is given NaN, which no integer stands for")
+
+
 def stored_offset(quantizer: Quantizer) -> int:
     """What is added to a quantizer's integers and zero point to store them: 128 for a signed grid with a zero point.
 

@@ -141,7 +141,7 @@ class PreparedGraph(Block, fx.GraphModule):
                 ) from error
 
     def _fused_engine(self) -> Any:
-        """The model as the engine that trains it faster, and can check and explain that (`qat.fused`); None if none."""
+        """The model as the engine that trains it faster, and can check and explain that (`qat.codes`); None if none."""
         return None
 
     def _forget(self) -> None:

@@ -29,7 +29,7 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
         args, kwargs: arguments of its forward; a slice of the batch is used.
 
     Returns:
-        A `qat.fused.verdict.Verdict` for each part, by its name ("" for the whole model). Parts to which no kernel
+        A `qat.codes.verdict.Verdict` for each part, by its name ("" for the whole model). Parts to which no kernel
         applies are missing.
 
     >>> import qat

@@ -18,7 +18,7 @@ PROFILE = "qat_target"
 """Attribute of a traced part: the `TargetProfile` that its grids are for."""
 
 VERDICTS = "qat_self_checks"
-"""Attribute of a traced part: what its self-checks found (`qat.fused`), by the model's state; the latest is last."""
+"""Attribute of a traced part: what its self-checks found (`qat.codes`), by the model's state; the latest is last."""
 
 
 def noted(model: nn.Module, key: str) -> dict[str, str]:

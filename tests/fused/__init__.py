@@ -1,1 +1,1 @@
-"""Tests of qat.fused."""
+"""Tests of qat.codes."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from qat.fused.activations import ACTIVATIONS, PLAIN_CURVES, Activation, FusedActivation, activation_of
+from qat.codes.training.activations import ACTIVATIONS, PLAIN_CURVES, Activation, FusedActivation, activation_of
 
 
 def found(module: nn.Module) -> Activation | None:

@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qat
 from qat import QuantSpec
-from qat.fused.functions.codes import codes_refusal
-from qat.fused.functions.products import weight_refusal
-from qat.fused.graph import FusedGraph
-from qat.fused.modules import module_refusal
-from qat.fused.verdict import Verdict
+from qat.codes.graph import FusedGraph
+from qat.codes.operators.grid import codes_refusal
+from qat.codes.operators.product import weight_refusal
+from qat.codes.training.watched import module_refusal
+from qat.codes.verdict import Verdict
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
@@ -149,7 +149,7 @@ def test_before_a_self_check_and_without_one(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_copy_of_qat_without_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedGraph, "_fused_engine", PreparedGraph._fused_engine)
-    assert PLAINLY in whole(model) and "no qat.fused" in whole(model)
+    assert PLAINLY in whole(model) and "no qat.codes" in whole(model)
     assert row(model, "conv1") == (PLAINLY, "")
 
 

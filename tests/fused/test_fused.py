@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.fused.functions.codes import DecodeFunction
-from qat.fused.graph import FusedGraph
+from qat.codes.graph import FusedGraph
+from qat.codes.operators.quantize import DecodeFunction
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler, onednn
 from tests.references.cases_fused import Block, assert_same, images, prepared, results, two_threads

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.fused.functions.codes import DecodeFunction
+from qat.codes.operators.quantize import DecodeFunction
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import assert_same, images, prepared, results, two_threads
 from tests.references.prepared_case import Plain

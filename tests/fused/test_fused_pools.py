@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, carrier_for
-from qat.fused.functions.movement import max_pool
+from qat.codes.operators.codes import Codes, carrier_for
+from qat.codes.operators.pool import max_pool
 from qat.integers.movement import window_of
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import assert_same, images, prepared, two_threads

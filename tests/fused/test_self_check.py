@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import qat
-from qat.fused import rewriting
-from qat.fused.functions import norm_activation, products
-from qat.fused.graph import FusedGraph
-from qat.fused.self_check import judging
-from qat.fused.self_check.training_step import difference
+from qat.codes.check import judging
+from qat.codes.check.training_step import difference
+from qat.codes.graph import FusedGraph
+from qat.codes.operators import add, product
+from qat.codes.operators import norm as norms
+from qat.codes.training import rewriting
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
-from qat.kernels.operators import quantizers
 from tests.references.cases_fused import Block, images, results
 from tests.references.prepared_case import Plain
 
@@ -108,7 +108,7 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
 def test_a_wrong_product_is_found_and_its_layers_are_called(
     x: Tensor, kernel: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = getattr(products, kernel)
+    original = getattr(product, kernel)
 
     def changed(*args: Any) -> Any:
         """Wrong for the weight of conv3 alone."""
@@ -118,7 +118,7 @@ def test_a_wrong_product_is_found_and_its_layers_are_called(
             return found
         return found * 1.01 if what == "result" else (found[0], found[1] * 1.1, *found[2:])
 
-    monkeypatch.setattr(products, kernel, changed)
+    monkeypatch.setattr(product, kernel, changed)
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(Block(), x)
     assert distrusted(model) == [("conv3",)]
@@ -126,13 +126,13 @@ def test_a_wrong_product_is_found_and_its_layers_are_called(
     assert_trains_plainly(model, x)
     graph = model._derive().graph
     assert graph is not None
-    assert sum(node.target is products.multiply for node in graph.nodes) == 3  # the others still run on codes
+    assert sum(node.target is product.multiply for node in graph.nodes) == 3  # the others still run on codes
 
 
 def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def changed(y: Any, quantizer: Any, norm: Any = None, floor: float = 0, *rest: Any) -> Any:
-        return norm_activation.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
+        return norms.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
 
     replace(monkeypatch, "quantize_chain", changed)
     model = calibrated(Block(), x)
@@ -150,11 +150,11 @@ def test_a_wrongly_wired_graph_never_runs(
         graph = original(model, distrusted)
         assert graph is not None
         for node in graph.nodes:
-            if node.target is norm_activation.quantize_sum:
+            if node.target is add.quantize_sum:
                 node.args = (node.args[0], node.args[0], *node.args[2:])
         return graph
 
-    monkeypatch.setattr("qat.fused.self_check.judging.fused_graph", crossed)
+    monkeypatch.setattr("qat.codes.check.judging.fused_graph", crossed)
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(residual(), x)
     assert distrusted(model) == [None] and model._derive().run is None
@@ -188,14 +188,14 @@ def test_every_change_is_checked_anew_and_known_states_are_not(
     model(x)
     assert len(model._verdicts) == 2
     model.a.train()
-    monkeypatch.setattr("qat.fused.graph.judge", None)  # not asked again
+    monkeypatch.setattr("qat.codes.graph.judge", None)  # not asked again
     model(x)
     copy.deepcopy(model)(x)
 
 
 def test_off_means_off(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QAT_SELF_CHECK", "off")
-    monkeypatch.setattr("qat.fused.graph.judge", None)
+    monkeypatch.setattr("qat.codes.graph.judge", None)
     model = calibrated(Deep(), x)
     model(x)
     assert not model._verdicts and model._derive().run is not None
@@ -218,9 +218,12 @@ def test_one_sample_where_no_statistics_are_taken() -> None:
     assert distrusted(calibrated(head, torch.randn(6, 8))) == [()]
 
 
+KERNELS = {name: getattr(norms, name) for name in ("norm_quantize", "norm_quantize_backward")}
+
+
 def through_clip(grad: Tensor, y: Tensor, norm: Any, *rest: Any) -> Any:
     """The kernel's gradients, and one of what ReLU clips to zero."""
-    found = list(quantizers.norm_quantize_backward(grad, y, norm, *rest))
+    found = list(KERNELS["norm_quantize_backward"](grad, y, norm, *rest))
     gamma, beta, mean, inverse = norm
     shape = (1, -1, 1, 1)
     z = ((y - mean.view(shape)) * inverse.view(shape)) * gamma.view(shape) + beta.view(shape)
@@ -229,7 +232,7 @@ def through_clip(grad: Tensor, y: Tensor, norm: Any, *rest: Any) -> Any:
 
 
 def three_for_zero(*args: Any) -> Any:
-    codes, qparams = quantizers.norm_quantize(*args)
+    codes, qparams = KERNELS["norm_quantize"](*args)
     return torch.where(codes == 0, 3, codes).to(torch.uint8), qparams
 
 
@@ -237,7 +240,7 @@ def three_for_zero(*args: Any) -> Any:
     ("name", "changed"), [("norm_quantize_backward", through_clip), ("norm_quantize", three_for_zero)]
 )
 def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_activation, name, changed)
+    monkeypatch.setattr(norms, name, changed)
     model = calibrated(Deep(), images())
     assert distrusted(model) == [("a_quantizer", "b_quantizer")]
 
@@ -248,8 +251,8 @@ def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: 
             return super().forward(x) + b
 
     seen = []
-    original = products.codes_product
-    monkeypatch.setattr(products, "codes_product", lambda *args: seen.append(args[-1]) or original(*args))
+    original = product.codes_product
+    monkeypatch.setattr(product, "codes_product", lambda *args: seen.append(args[-1]) or original(*args))
     x, b = images(), torch.randn(5, 4, 1, 1)[:1]
     model = qat.prepare(Biased(), example_inputs=(x, b))
     qat.calibrate(model, [{"x": x, "b": b}])
@@ -343,7 +346,7 @@ def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(
     x: Tensor, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr("qat.fused.graph.judge", lambda *_: asked.append(1))
+    monkeypatch.setattr("qat.codes.graph.judge", lambda *_: asked.append(1))
     model.norm_b.eval()
     for _ in range(5):
         model(x).sum().backward()

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import qat
+from qat.codes.graph import FusedGraph
 from qat.export.converted import Execution
-from qat.fused.graph import FusedGraph
 from qat.kernels import plain_formulas as plain
 from tests.fuzz.agreement import Results, beyond_noise, differing, nudged
 from tests.fuzz.generation import generate

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from qat.kernels import geometry
+from qat.codes.operators import geometry
 from tests.fuzz.agreement import Results, noise
 from tests.fuzz.program import CONTEXTS, namespace
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qat.fused import activations
+from qat.codes.training import activations
 from qat.kernels import plain_formulas
 from tests.fuzz.__main__ import main, report
 from tests.fuzz.agreement import beyond_noise, differing

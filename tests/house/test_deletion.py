@@ -105,13 +105,13 @@ def test_without_the_c_sources(whole: tuple[Path, dict[str, Any]], tmp_path: Pat
 
 
 def test_without_the_fused_engine(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder = without(tmp_path, "fused")
+    folder = without(tmp_path, "codes")
     workflow = folder / "qat" / "workflow.py"
     lines = workflow.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if "qat.fused" not in line]
+    kept = [line for line in lines if "qat.codes" not in line]
     assert len(kept) == len(lines) - 1
     workflow.write_text("".join(kept))
-    assert not any("import qat.fused" in text or "from qat.fused" in text for text in _texts(folder / "qat"))
+    assert not any("import qat.codes" in text or "from qat.codes" in text for text in _texts(folder / "qat"))
     weights, expected = whole
     check_same(run(folder, weights), expected, share=1e-3)  # sums in another order
 

@@ -99,7 +99,7 @@ def test_every_room_of_the_map_is_there_and_every_file_that_it_names() -> None:
     assert {name for floor in FLOORS for name in floor} <= MODULES.keys()
     named = set(re.findall(r"`((?:[\w.]+/)+(?:[\w.]+\.\w+)?)`", page))
     assert len(named) > 20
-    places = [ROOT, ROOT / "qat", ROOT / "qat" / "kernels", ROOT / "qat" / "quantizer", ROOT / "qat" / "fused"]
+    places = [ROOT, ROOT / "qat", ROOT / "qat" / "kernels", ROOT / "qat" / "quantizer", ROOT / "qat" / "codes"]
     places += [ROOT / "qat" / "training", ROOT / "qat" / "export"]
     lost = {name for name in named if not any((place / name).exists() for place in places)}
     assert not lost

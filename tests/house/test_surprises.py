@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import qat
-from qat.fused.graph import FusedGraph
+from qat.codes.graph import FusedGraph
 from qat.kernels.cpu import compiler, onednn
 
 

@@ -11,8 +11,8 @@ from torchvision.ops import SqueezeExcitation, StochasticDepth
 
 import qat
 from qat.analysis.statistics import statistics_collected
-from qat.integers import modules, products
-from qat.integers.products import Product
+from qat.codes.evaluation import modules, products
+from qat.codes.evaluation.products import Product
 from qat.kernels import plain_formulas
 from qat.kernels.cpu.compiler import library
 

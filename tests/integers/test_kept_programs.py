@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import qat
+from qat.codes import evaluating
+from qat.codes.graph import UNSETTLED
 from qat.export import verify_onnx
-from qat.fused import evaluating
-from qat.fused.graph import UNSETTLED
 from qat.kernels.cpu.compiler import library
 from tests.integers.test_evaluating import plainly, prepared
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import qat
-from qat.integers.products import EXACT, Product, geometry_of
-from qat.kernels.geometry import Geometry
-from qat.kernels.integers import CodeGrid, Numbers
+from qat.codes.evaluation.arithmetic import CodeGrid, Numbers
+from qat.codes.evaluation.products import EXACT, Product, geometry_of
+from qat.codes.operators.geometry import Geometry
 from qat.layers import IntegerWeight
 
 SHAPES = {  # of the weight, and the groups

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qat.codes.operators.norm import norm_quantize_backward, statistics
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.kernels import choose, plain_formulas
 from qat.kernels.cpu import compiler
-from qat.kernels.operators.quantizers import norm_quantize_backward, statistics
 from qat.ranges import initial_range
 from tests.references import rule_specs
 from tests.references.cases_fused import two_threads

@@ -8,19 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from qat.codes.operators.add import add_quantize
+from qat.codes.operators.norm import batch_statistics, norm_quantize, norm_quantize_backward, statistics
+from qat.codes.operators.pool import max_pool_codes, max_pool_codes_backward
+from qat.codes.operators.product import codes_product
+from qat.codes.operators.quantize import quantize_codes
 from qat.kernels.cpu import compiler
 from qat.kernels.cpu.addresses import elements_at, numbers_at, rows_at
 from qat.kernels.cpu.quantizers import quantize_rows
-from qat.kernels.operators.pools import max_pool_codes, max_pool_codes_backward
-from qat.kernels.operators.products import codes_product
-from qat.kernels.operators.quantizers import (
-    add_quantize,
-    batch_statistics,
-    norm_quantize,
-    norm_quantize_backward,
-    quantize_codes,
-    statistics,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.kernels import integers as kernels
+from qat.codes.evaluation import arithmetic as kernels
+from qat.codes.evaluation.arithmetic import CodeGrid, Numbers
 from qat.kernels import plain_formulas
 from qat.kernels.cpu.compiler import library
-from qat.kernels.integers import CodeGrid, Numbers
 
 pytestmark = pytest.mark.skipif(library() is None, reason="without the C kernels there are formulas only")
 

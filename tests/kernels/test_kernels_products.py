@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.codes.operators.geometry import Geometry, to_layout
 from qat.kernels import float_products
 from qat.kernels.cpu import compiler, onednn
-from qat.kernels.geometry import Geometry, to_layout
 from tests.references.cases_fused import prepared, two_threads
 from tests.references.processors import untried
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.kernels.operators.curves import CURVE_NUMBERS
+from qat.codes.operators.curves import CURVE_NUMBERS
 from tests.references.cases_fused import two_threads
 from tests.references.cases_kernels import (
     FORMULA,

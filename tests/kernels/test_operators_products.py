@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.kernels.geometry import Geometry
+from qat.codes.operators.geometry import Geometry
 from tests.references.cases_kernels import (
     GRIDS,
     Quantized,

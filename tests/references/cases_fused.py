@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.fused.functions.codes import EncodeFunction
-from qat.fused.functions.curves import QuantizeCurveFunction, QuantizeSoftmaxFunction
-from qat.fused.functions.movement import MaxPoolFunction
-from qat.fused.functions.products import CodesProductFunction, MatmulFunction
+from qat.codes.operators.curves import QuantizeCurveFunction, QuantizeSoftmaxFunction
+from qat.codes.operators.matmul import MatmulFunction
+from qat.codes.operators.pool import MaxPoolFunction
+from qat.codes.operators.product import CodesProductFunction
+from qat.codes.operators.quantize import EncodeFunction
 from qat.kernels import plain_formulas
 
 

@@ -1,4 +1,4 @@
-"""The operators of qat.kernels: both implementations, arguments for every one, and a quantizer in float64."""
+"""The operators on codes: both implementations, arguments for every one, and a quantizer in float64."""
 
 import math
 from collections.abc import Callable
@@ -9,33 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.kernels import formulas, operators
+from qat.codes.operators import add, curves, matmul, norm, pool, product, quantize
+from qat.codes.operators.geometry import Geometry
 from qat.kernels.cpu import compiler
 from qat.kernels.cpu import quantizers as cpu_quantizers
-from qat.kernels.formulas import curves as f_curves
-from qat.kernels.formulas import pools as f_pools
-from qat.kernels.formulas import products as f_products
-from qat.kernels.formulas import quantizers as f_quantizers
-from qat.kernels.geometry import Geometry
-from qat.kernels.operators import curves, pools, products, quantizers
 
 Grid = tuple[list[Tensor | None], list[float]]
 """A quantizer's tensors and levels, as operators take them."""
 
 
-def _gathered(package: Any, *modules: Any) -> SimpleNamespace:
-    own = {
-        name: value
-        for module in modules
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", "").startswith(package.__name__) or name == "dequantize"
-    }
-    return SimpleNamespace(**own)
-
-
-C = _gathered(operators, cpu_quantizers, curves, pools, products, quantizers)
-FORMULA = _gathered(formulas, f_curves, f_pools, f_products, f_quantizers)
-C.dequantize = cpu_quantizers.dequantize
+OPERATORS = {
+    name: value
+    for module in (add, curves, matmul, norm, pool, product, quantize)
+    for name, value in vars(module).items()
+    if hasattr(value, "formula") and value.__module__ == module.__name__
+}
+C = SimpleNamespace(**OPERATORS, dequantize=cpu_quantizers.dequantize)
+FORMULA = SimpleNamespace(**{name: each.formula for name, each in OPERATORS.items()}, dequantize=quantize._dequantize)
 
 
 IMPLEMENTATIONS = {"C": C, "formula": FORMULA}
@@ -207,8 +197,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "codes_product_backward": (grad_y, a, qparams[0], *weight, geometry, True, True, True),
         "codes_product_backward of x": (grad_y, a, qparams[0], *weight, geometry, True, False, False),
         "input_scale_gradient": (grad_y, x, *affine, *weight, geometry),
-        **{f"curve_quantize {curve}": (x, curve, *affine) for curve in f_curves.CURVES},
-        **{f"curve_quantize_backward {curve}": (grad, x, curve, *affine) for curve in f_curves.CURVES},
+        **{f"curve_quantize {curve}": (x, curve, *affine) for curve in curves.CURVES},
+        **{f"curve_quantize_backward {curve}": (grad, x, curve, *affine) for curve in curves.CURVES},
     }
 
 

@@ -1,0 +1,226 @@
+"""Compares one function of a fused graph with its reference: the same inputs, the same gradient of its output."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qat.codes.check.training_step import gap_between, noise
+from qat.codes.operators.codes import Codes, PreQuantizer
+from qat.codes.operators.quantize import decode
+from qat.kernels import plain_formulas
+from qat.quantizer import Quantizer
+from qat.torch_internals import AnyBatchNorm, buffers_of
+
+NEAR = 0.02
+"""Distance in steps: a value nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
+
+TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
+"""Relative tolerance, and absolute tolerance as a share of sum(abs(terms))."""
+
+
+class ValueAndCodes(NamedTuple):
+    """A quantized tensor in a self-check: the result of torch's operations, and the codes of this value."""
+
+    value: Tensor
+    codes: Codes
+    quantizer: Quantizer
+
+
+@dataclass
+class PairedArguments:
+    """The same arguments for a function on codes and for its reference."""
+
+    coded: list[Any]
+    plain: list[Any]
+    pairs: list[tuple[Tensor, Tensor]]  # whose gradients are compared
+    learned: list[Tensor]  # scales that inputs of the model were quantized with
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> "PairedArguments":
+        """Both kinds of arguments, detached from the graph that made them."""
+        paired = cls([], [], [], [])
+        for given in args:
+            coded, plain = paired._pair(given)
+            paired.coded.append(coded)
+            paired.plain.append(plain)
+        return paired
+
+    def _pair(self, given: Any) -> tuple[Any, Any]:
+        if isinstance(given, ValueAndCodes) and given.codes.source is not None:
+            source, learned = given.codes.source
+            self.learned.append(learned.scale)
+            with plain_formulas():
+                return given.codes, given.quantizer(source.detach())
+        if isinstance(given, ValueAndCodes):
+            carrier = given.codes.carrier.detach().requires_grad_()
+            plain = given.value.detach().requires_grad_()
+            self.pairs.append((carrier, plain))
+            return Codes(carrier, given.codes.codes, given.codes.qparams), plain
+        if isinstance(given, Tensor) and given.is_floating_point():
+            coded, plain = (given.detach().requires_grad_(given.requires_grad) for _ in range(2))
+            if given.requires_grad:
+                self.pairs.append((coded, plain))
+            return coded.clone(), plain.clone()  # an activation may write into what it is given
+        return given, given
+
+
+def compare_quantizing(
+    function: Callable[..., Any], before: Callable[..., PreQuantizer], args: tuple[Any, ...], path: str
+) -> str | None:
+    """What is wrong with a function that quantizes; None if nothing is, or if it did not run on codes."""
+    paired = PairedArguments.of(args)
+    quantizer = next(each for each in args if isinstance(each, Quantizer))
+    modules = [each for each in args if isinstance(each, nn.Module)]
+    with _kept_buffers(modules):
+        found = function(*paired.coded)
+    if not isinstance(found, Codes):
+        return None
+    with _kept_buffers(modules), plain_formulas():
+        unclipped, z, bounds = before(*map(_exact, paired.plain))
+        y = quantizer(z)
+    with torch.no_grad():
+        scale, zero_point = quantizer.grid()
+        level = z / scale + zero_point
+        ties = ((level - level.floor()) - 0.5).abs() < NEAR
+        shift = 128 if quantizer.spec.signed else 0
+        expected = quantizer.codes(z)
+        wrong = (found.codes.to(expected.dtype) - shift != expected) & ~ties & z.isfinite()
+    if bool(wrong.any()) or not torch.isclose(found.qparams[0], scale.to(found.qparams.dtype)):
+        return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
+    if found.source is not None:
+        return None  # its readers compute the gradient of its scale
+    either = ties | _at_edges(quantizer, unclipped, z) | _at_bounds(unclipped, bounds, scale)
+    cotangent = torch.where(either, 0.0, noise(y)).to(found.carrier.dtype)
+    low, high = quantizer.bounds()
+    slack = cotangent.abs().sum() * quantizer.gradient_factor(z) * (high - low)
+    if quantizer.relative_steps:
+        slack = slack * scale.detach() ** 2
+    return _compare_gradients((found.carrier, y), cotangent, paired, modules, path, float(slack))
+
+
+def compare_computing(function: Callable[..., Any], args: tuple[Any, ...], path: str) -> str | None:
+    """What is wrong with a function that computes with codes, and given floats plainly; None if nothing is."""
+    paired = PairedArguments.of(args)
+    modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
+    with _kept_buffers(modules):
+        found = function(*paired.coded)
+    with _kept_buffers(modules), plain_formulas():
+        y = function(*paired.plain)
+    got = decode(found)
+    if got.shape != y.shape or got.dtype != y.dtype:
+        return f"the result of {path} is {got.dtype} {tuple(got.shape)} instead of {y.dtype} {tuple(y.shape)}"
+    if not _alike(got.detach(), y.detach()):
+        return f"the result of {path} differs by up to {(got - y).detach().abs().max().item():.3g}"
+    if not y.requires_grad:
+        return None
+    cotangent = noise(y)
+    return _compare_gradients((got, y), cotangent, paired, modules, path, float(cotangent.abs().sum()))
+
+
+def _exact(given: Any) -> Any:
+    """A module for the plain form: a norm computes in float64, and an activation writes into a copy."""
+    if isinstance(given, AnyBatchNorm):
+        return partial(_normalised, norm=given)
+    if isinstance(given, nn.Module) and not isinstance(given, Quantizer):
+        return lambda x: given(x.clone())
+    return given
+
+
+def _normalised(y: Tensor, norm: AnyBatchNorm) -> Tensor:
+    """norm(y), computed in float64: torch's own loses digits where variances are small."""
+    axes, shape = [0, *range(2, y.dim())], [1, -1, *[1] * (y.dim() - 2)]
+    wide = y.double()
+    if norm.training or norm.running_mean is None:
+        with torch.no_grad():
+            norm(y)  # moves the running statistics
+        var, mean = torch.var_mean(wide, axes, correction=0)
+    else:
+        assert norm.running_var is not None
+        mean, var = norm.running_mean.double(), norm.running_var.double()
+    z = (wide - mean.view(shape)) * torch.rsqrt(var + norm.eps).view(shape)
+    if norm.affine:
+        z = z * norm.weight.double().view(shape) + norm.bias.double().view(shape)
+    return z.to(y.dtype)
+
+
+def _compare_gradients(
+    results: tuple[Tensor, Tensor],
+    cotangent: Tensor,
+    paired: PairedArguments,
+    modules: list[nn.Module],
+    path: str,
+    slack: float,
+) -> str | None:
+    coded, plain = results
+    shared: dict[int, Tensor] = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    shared |= {id(scale): scale for scale in paired.learned}
+    if not (paired.pairs or shared):  # a frozen scale of an input
+        return None
+    wanted = ([pair[side] for pair in paired.pairs] + list(shared.values()) for side in (0, 1))
+    ours = torch.autograd.grad(coded, next(wanted), cotangent, allow_unused=True)
+    with plain_formulas():
+        theirs = torch.autograd.grad(plain, next(wanted), cotangent, allow_unused=True)
+    size = float(cotangent.norm())
+    for got, expected in zip(ours, theirs, strict=True):
+        if got is None and expected is None:
+            continue
+        got = torch.zeros_like(expected) if got is None else got
+        expected = torch.zeros_like(got) if expected is None else expected
+        least = NEGLIGIBLE * (slack if expected.numel() < 4096 else size)
+        gap = gap_between(expected, got, least, TOLERANCE)
+        if gap is not None:
+            return f"a gradient of {path} {gap}"
+    return None
+
+
+@contextmanager
+def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
+    """A context that restores the buffers of modules and their values."""
+    registered = [(buffers_of(part), dict(buffers_of(part))) for module in modules for part in module.modules()]
+    found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
+    values = [(buffer, buffer.detach().clone()) for buffer in found]
+    try:
+        yield
+    finally:
+        for buffers, before in registered:
+            buffers.clear()
+            buffers.update(before)
+        for buffer, value in values:
+            buffer.data.copy_(value)
+
+
+@torch.no_grad()
+def _at_edges(quantizer: Quantizer, unclipped: Tensor, z: Tensor) -> Tensor:
+    """Where the last digit decides whether a value lies on the grid or beyond its end, if that changes a gradient.
+
+    It changes the gradient of the value before the clip, and that of the scale unless the end stands for 0.
+    """
+    scale, zero_point = quantizer.grid()
+    at_edges = torch.zeros_like(z, dtype=torch.bool)
+    for end in quantizer.bounds():
+        at_edges |= (unclipped / scale + zero_point - end).abs() < NEAR
+        at_edges |= ((z / scale + zero_point - end).abs() < NEAR) & (zero_point != end)
+    return at_edges
+
+
+@torch.no_grad()
+def _at_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
+    """Where a value before the clip lies next to one of its bounds."""
+    floor, ceiling = bounds
+    return ((y - floor).abs() < NEAR * scale) | ((y - ceiling).abs() < NEAR * scale)
+
+
+def _alike(got: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal up to the order of sums; NaN equals NaN."""
+    both = got.isnan() & expected.isnan()
+    got, expected = got.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
+    if not bool(expected.isfinite().all()):
+        return bool(torch.equal(got.isfinite(), expected.isfinite()))
+    least = 1e-4 if expected.dtype is torch.float32 else 3e-2
+    most = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((got - expected).abs() <= least * most).all())

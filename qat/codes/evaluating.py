@@ -1,0 +1,230 @@
+"""`Evaluator`: a model's evaluation as an integer program, as long as the model is what the program was made of.
+
+It runs without gradients, on the CPU, where the C kernels are built. A program answers only after it computed the
+model's own integers for the first inputs that it saw: each quantizer's from the same integers before it.
+"""
+
+import logging
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from qat.analysis.state import not_finite
+from qat.codes.evaluation.grids import shift_of
+from qat.codes.evaluation.merging import merged
+from qat.codes.evaluation.program import QUANTIZER, integer_program
+from qat.codes.training.watched import LAYERS, is_changed, kind_of
+from qat.codes.verdict import is_wanted
+from qat.graph.randomness import rewinding
+from qat.integers.evaluation import evaluation_copy, quantizer_calls
+from qat.integers.following import Follower
+from qat.integers.frozen import NotANumberError, stored_offset
+from qat.integers.movement import rests
+from qat.kernels import plain_formulas
+from qat.kernels.cpu.addresses import places_of
+from qat.kernels.cpu.processor import asked_for
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.replacements import is_watched, module_names, scalar_attributes
+from qat.text import first_line
+from qat.torch_internals import buffers_of, children_of, hooks_of, parameters_of, pytree, versions_of
+
+log = logging.getLogger("qat")
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+
+TOLERANCE = 1e-4
+"""How far outputs that no quantizer follows may be off, as a share of the largest: float32 sums in another order."""
+
+
+class State:
+    """What a model's evaluation depends on: modules, their scalar attributes and hooks, and the versions of tensors.
+
+    It is compared at every forward, so no function of Python runs for a module or a tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        keys = [{key for key, _ in scalar_attributes(m)} | {"training", "observer", "spec"} for m in modules]
+        kept = [(vars(m), sorted(names & vars(m).keys())) for m, names in zip(modules, keys, strict=True)]
+        self._attributes = [partial(itemgetter(*names), attributes) for attributes, names in kept]
+        self._attributes += [partial(len, attributes) for attributes, _ in kept]  # a patched method is one more
+        self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
+        self._children = [children_of(module).values() for module in modules]
+        self._held = [held.values() for m in modules for held in (parameters_of(m), buffers_of(m))]
+        self._values = self._now()
+        self._tensors = list(chain.from_iterable(self._held))  # kept, so that no other tensor gets their memory
+
+    def _now(self) -> tuple[Any, ...]:
+        attributes, children = [read() for read in self._attributes], [*chain.from_iterable(self._children)]
+        held = [x for x in chain.from_iterable(self._held) if x is not None]
+        return attributes, any(self._hooks), children, versions_of(held), places_of(held), asked_for()
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        return self._now() == self._values
+
+
+class Evaluator:
+    """The program of a model in one state; `program` is None where the model evaluates as it is, for a `reason`, which
+    is "" where qat looks inside, or who calls left a module in training mode.
+
+    `agreed`: whether programs compute what the model does, by their code; `failures` in a row are counted by who calls.
+    """
+
+    def __init__(self, model: PreparedGraph, agreed: dict[str, bool], reason: str | None = None) -> None:
+        self.state, self.program, self.failures = State(model), None, 0
+        self._agreed = agreed
+        with torch.inference_mode(False), torch.no_grad():
+            self.reason = _refusal(model) if reason is None else reason
+            if self.reason is not None:
+                return
+            try:
+                evaluated = cast("fx.GraphModule", evaluation_copy(model))
+                program = integer_program(evaluated)
+            except (ValueError, RuntimeError) as error:
+                self.reason = first_line(error)
+                return
+            if program is None or _in_float(program, evaluated):
+                self.reason = "no layer, or not every quantizer, has integers of one byte outside of layers"
+                return
+            self._key, self.program = f"{program.code}{evaluated.code}", merged(program)
+            self._proof = None if self._key in agreed else (program, evaluated)
+
+    def answers(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether the program computes what the model does, which the first inputs that it sees have to show."""
+        assert self.program is not None
+        if self._proof is not None:
+            program, evaluated = self._proof
+            cause = "computed something else"
+            with torch.inference_mode(False), torch.no_grad(), rewinding():
+                try:
+                    same = not is_wanted() or agrees(
+                        program, self.program, evaluated, *_sample(evaluated, args, kwargs)
+                    )
+                except NotANumberError:
+                    raise
+                except (ValueError, RuntimeError) as error:
+                    with plain_formulas():
+                        evaluated(*args, **kwargs)  # which raises too if it is for the inputs, and nothing is kept
+                    same, cause = False, f"fails ({first_line(error)})"
+            self._agreed[self._key], self._proof = same, None
+            if not same:
+                log.warning("evaluation runs operation by operation: its integer program %s", cause)
+        if not self._agreed[self._key]:
+            self.program = None
+        return self.program is not None
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """The model's result for these arguments; raises NotANumberError if a value is NaN."""
+        assert self.program is not None
+        result, self.failures = self.program(*args, **kwargs), 0
+        given = [*args, *kwargs.values()]
+        if any(isinstance(x, Tensor) and x.dim() == 4 and not x.is_contiguous() for x in given):
+            return result
+        return pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, result)
+
+
+def takes(given: list[Any]) -> bool:
+    """Whether programs take these inputs, besides what is asked of training on kernels."""
+    return not torch.is_grad_enabled() and all(type(x) is Tensor and x.is_cpu and x.numel() for x in given)
+
+
+def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a program computes a model's integers, each from the same integers before it, and its results.
+
+    `fast`: the `merged` program, which has to compute the same to the bit.
+    """
+    recorder = Recorder(program)
+    with rewinding():  # so that each of the three draws the same random numbers, if any
+        theirs = recorder.run_with(args, kwargs)
+    calls = quantizer_calls(evaluated)
+    quantizers: dict[str, Any] = {
+        name: evaluated.get_submodule(path) for path, names in calls.items() for name in names
+    }
+    stored = {name: stored_offset(each) - shift_of(each) for name, each in quantizers.items()}
+    integers = {name: codes.float() + stored[name] for name, codes in recorder.codes.items()}
+    follower = Follower(calls, integers, "the program")
+    with plain_formulas(), follower.following(evaluated), rewinding():
+        ours = evaluated(*args, **kwargs)
+    if any(each.beyond_ties for each in follower.differences):
+        return False
+    same = zip(pytree.tree_leaves(theirs), pytree.tree_leaves(fast(*args, **kwargs)), strict=True)
+    if not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in same):
+        return False
+    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True)
+    return all(_is_close(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+def _in_float(program: fx.GraphModule, evaluated: nn.Module) -> bool:
+    """Whether quantizers run outside the program's codes: inside a layer, or on a grid that bytes cannot hold."""
+    held = {node.meta.get(QUANTIZER) for node in program.graph.nodes}
+    return not held.issuperset(name for names in quantizer_calls(evaluated).values() for name in names)
+
+
+def _sample(evaluated: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The first sample of a batch; the whole batch if inputs differ in length, or if the model takes no single one."""
+    lengths = {len(x) if x.dim() else 0 for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    if len(lengths) == 1 and lengths.pop() > 1:
+        first = pytree.tree_map(lambda x: x[:1] if isinstance(x, Tensor) else x, (args, kwargs))
+        with suppress(Exception), plain_formulas():  # of the user's own code
+            evaluated(*first[0], **first[1])
+            return cast("tuple[Args, Kwargs]", first)
+    return args, kwargs
+
+
+class Recorder(fx.Interpreter):
+    """Runs a program and keeps the codes of every quantizer."""
+
+    def __init__(self, program: fx.GraphModule) -> None:
+        super().__init__(program)
+        self.nodes = program.graph.nodes
+        self.codes: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value, kept if it is that of a quantizer."""
+        value = super().run_node(n)
+        if QUANTIZER in n.meta:
+            self.codes[n.meta[QUANTIZER]] = value
+        return value
+
+    def run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The program's result for these arguments."""
+        ends = [node for node in self.nodes if node.op == "placeholder"]
+        given = dict(zip([str(node.target) for node in ends], args, strict=False)) | kwargs
+        return self.run(*[given[str(node.target)] if str(node.target) in given else node.args[0] for node in ends])
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    if not ours.is_floating_point():
+        return torch.equal(ours, theirs)
+    largest = ours.abs().max().item() if ours.numel() else 0.0
+    return torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
+
+
+def _has_hooks_of_qat(module: nn.Module) -> bool:
+    hooks = [getattr(hook, "func", hook) for held in hooks_of(module) for hook in held.values()]
+    return any(str(hook.__module__).startswith("qat.") for hook in hooks)
+
+
+def _refusal(model: PreparedGraph) -> str | None:
+    """What may compute anything else than its program would; None if nothing does, "" if the caller knows."""
+    if broken := not_finite(model):  # integers would lose it
+        return broken
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(x.is_inference() or not x.is_cpu or (x.is_floating_point() and x.dtype != torch.float32) for x in tensors):
+        return "a tensor of it is not float32 on the CPU, or was made in inference mode"
+    for name in module_names(model):
+        module, kind = model.get_submodule(name), kind_of(model.get_submodule(name))
+        if module.training or _has_hooks_of_qat(module):
+            return ""
+        if is_watched(module) or (isinstance(module, LAYERS) and is_changed(kind)):
+            return f"{name!r} has a hook, or a method of it was replaced"
+        if not (rests(module) or kind.__module__.startswith(("torch.nn.modules.", "qat."))):
+            return f"{name!r} is a {kind.__name__}, a class of your own"
+    return None

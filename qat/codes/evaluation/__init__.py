@@ -1,0 +1,1 @@
+"""The program that evaluates on codes, derived from an `evaluation_copy`."""

@@ -1,0 +1,157 @@
+"""Evaluation on integers: what stands between uint8 codes, in C where it is built, else in torch's operations.
+
+Each function computes in float32, in the order of operations in which layers evaluate: the codes are the same in both.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.codes.operators.add import add_quantize
+from qat.codes.operators.quantize import quantize_codes
+from qat.kernels.cpu.addresses import elements_at, empty_at, is_dense, numbers_at
+from qat.kernels.cpu.compiler import library
+from qat.kernels.cpu.quantizers import NO_CLIP, Levels, compiled, threads_for
+from qat.kernels.cpu.quantizers import dequantize as dequantize_in_c
+from qat.kernels.cpu.structures import Extent, Grid, Rescaling
+from qat.kernels.dispatch import plain_here
+
+NO_GRID = Grid(1.0, 0.0, 0.0, 0.0)
+
+
+class CodeGrid(NamedTuple):
+    """The grid of uint8 codes: value = (code - zero) * step, with low <= code <= high; all are float32 numbers."""
+
+    step: float
+    zero: float
+    low: float
+    high: float
+
+
+class Numbers:
+    """A `CodeGrid` as operators and C take it."""
+
+    def __init__(self, grid: CodeGrid) -> None:
+        self.grid, self.levels = grid, Grid(*grid)
+        self.qparams = torch.tensor(grid[:2], dtype=torch.float32)
+        self.shift = torch.tensor([1.0, grid.zero], dtype=torch.float32)
+        scale, zero = self.qparams[:1].clone(), self.qparams[1:].clone()
+        self.learned = [scale, scale, zero], Levels(grid.low, grid.high, 0.0, 1.0, 0.0)  # as operators take it
+
+    def __reduce__(self) -> tuple[type["Numbers"], tuple[CodeGrid]]:
+        return Numbers, (self.grid,)
+
+
+def _in_c(x: Tensor) -> bool:
+    return x.is_cpu and x.numel() > 0 and not plain_here() and library() is not None
+
+
+def quantize(x: Tensor, numbers: Numbers) -> tuple[Tensor, bool]:
+    """clamp(round(x / step) + zero, low, high), halves to even, and whether a value was NaN, which no code stands for.
+
+    A graph that is compiled does not look for NaN. The codes have the strides of x if it is dense.
+    """
+    if _in_c(x) and x.dtype is torch.float32:
+        codes, qparams = quantize_codes(x if is_dense(x) else x.contiguous(), *numbers.learned)
+        return codes, math.isnan(qparams[0].item())
+    v = torch.round(x.float() / numbers.grid.step) + numbers.grid.zero
+    return _bytes(v, numbers.grid), not torch.compiler.is_compiling() and bool(v.isnan().any())
+
+
+def dequantize(codes: Tensor, numbers: Numbers, step: bool = True) -> Tensor:
+    """(codes - zero) * step in float32; without `step`, the integers codes - zero."""
+    if _in_c(codes):
+        codes = codes if is_dense(codes) else codes.contiguous()
+        return dequantize_in_c(codes, numbers.qparams if step else numbers.shift)
+    shifted = codes.float() - numbers.grid.zero
+    return shifted * numbers.grid.step if step else shifted
+
+
+def requantize(
+    sums: Tensor, bias: Tensor, scale: Tensor, axis: int, clip: tuple[float, float] = NO_CLIP,
+    to: Numbers | None = None, table: Tensor | None = None, centered: bool = False,
+) -> Tensor:  # fmt: skip
+    """The codes on the grid `to` of clamp((sums + bias) * scale, *clip), or these floats without it.
+
+    Args:
+        sums: float32 or float64 integers.
+        bias, scale: float32, one for each channel, which lie on `axis` of sums.
+        axis: 1, or the last.
+        clip: floor and ceiling.
+        to: the grid of the result.
+        table: 256 bytes or floats, of which those at the codes are the result instead.
+        centered: code - zero is the result instead, in float32.
+    """
+    if _in_c(sums) and sums.dtype is torch.float32 and (rows := _channels_innermost(sums, axis)) is not None:
+        kind = table.dtype if table is not None else torch.float32 if to is None or centered else torch.uint8
+        given, channels, count = elements_at("sums", rows, rows), bias.numel(), rows.numel()
+        result, at = empty_at(rows, kind)
+        compiled().requantize(
+            given, at if kind is torch.uint8 else None, None if kind is torch.uint8 else at,
+            None if table is None else numbers_at("table", table, 256, kind), Extent(count // channels, channels, 1),
+            Rescaling(numbers_at("bias", bias, channels), numbers_at("scale", scale, channels), *clip),
+            NO_GRID if to is None else to.levels, threads_for(count),
+        )  # fmt: skip
+        return result
+    shape = [-1, *[1] * (sums.dim() - 1 - axis % sums.dim())]
+    y = ((sums.float() + bias.view(shape)) * scale.view(shape)).clamp(*clip)
+    if to is None:
+        return y
+    codes = _bytes(torch.round(y / to.grid.step) + to.grid.zero, to.grid)
+    if table is not None:
+        return table[codes.int()]
+    return codes.float() - to.grid.zero if centered else codes
+
+
+def add(
+    a: Tensor, b: Tensor, numbers: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP
+) -> Tensor:
+    """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on the grids of `numbers`."""
+    if _in_c(a) and a.shape == b.shape and is_dense(a) and a.stride() == b.stride():
+        codes: Tensor = add_quantize(a, b, numbers[0].qparams, numbers[1].qparams, clip, *to.learned)[0]
+        return codes
+    y = (dequantize(a, numbers[0]) + dequantize(b, numbers[1])).clamp(*clip)
+    return quantize(y, to)[0]
+
+
+def multiply(
+    a: Tensor, b: Tensor, numbers: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP
+) -> Tensor:
+    """The codes on the grid `to` of clamp(a * b, *clip), for codes on the grids of `numbers`, which may broadcast."""
+    if a.numel() < b.numel():
+        a, b, numbers = b, a, numbers[::-1]
+    gates, (source, _) = dequantize(b, numbers[1]), numbers
+    rows = _channels_innermost(a, 1) if a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1) and clip == NO_CLIP else None
+    if not _in_c(a) or rows is None:
+        return quantize((dequantize(a, source) * gates).clamp(*clip), to)[0]
+    given, (images, channels, *sizes) = elements_at("codes", rows, rows, torch.uint8), a.shape
+    (codes, at), gates = empty_at(rows, torch.uint8), gates.contiguous()
+    compiled().gate(
+        given, numbers_at("gates", gates, images * channels), at, images, Extent(math.prod(sizes), channels, 1),
+        source.levels, to.levels, threads_for(a.numel()),
+    )  # fmt: skip
+    return codes
+
+
+def look_up(codes: Tensor, table: Tensor) -> Tensor:
+    """table[codes], for a table of 256 bytes."""
+    if _in_c(codes):
+        codes = codes if is_dense(codes) else codes.contiguous()
+        given, count = elements_at("codes", codes, codes, torch.uint8), codes.numel()
+        out, at = empty_at(codes, torch.uint8)
+        compiled().look_up(given, at, count, numbers_at("table", table, 256, torch.uint8), threads_for(count))
+        return out
+    return table[codes.int()]
+
+
+def _bytes(v: Tensor, grid: CodeGrid) -> Tensor:
+    return v.clamp(grid.low, grid.high).to(torch.uint8)
+
+
+def _channels_innermost(x: Tensor, axis: int) -> Tensor | None:
+    """x with the channels of this axis next to each other in memory; None if it has to be copied for that."""
+    if axis % x.dim() == x.dim() - 1:
+        return x if x.is_contiguous() else None
+    return x if x.dim() == 4 and axis == 1 and x.is_contiguous(memory_format=torch.channels_last) else None

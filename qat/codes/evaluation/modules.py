@@ -1,0 +1,93 @@
+"""The parts of an integer program besides its products: what quantizes, dequantizes, adds, and looks up."""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from qat.codes.evaluation import arithmetic as kernels
+from qat.codes.evaluation.arithmetic import Numbers
+from qat.codes.operators.pool import LARGEST_WINDOW, max_pool_codes
+from qat.functional.tensors import require_floating
+from qat.integers.frozen import NotANumberError
+from qat.kernels.dispatch import plain_here
+
+
+class Quantize(nn.Module):
+    """clamp(round(x / step) + zero, low, high); raises NotANumberError, and TypeError for what is not floating."""
+
+    def __init__(self, to: Numbers, name: str = "") -> None:
+        super().__init__()
+        self.grid, self.name = to, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """uint8 codes of floats."""
+        codes, has_nan = kernels.quantize(require_floating(x, self.name), self.grid)
+        if has_nan:
+            raise NotANumberError(self.name)
+        return codes
+
+
+class Dequantize(nn.Module):
+    """(codes - zero) * step."""
+
+    def __init__(self, source: Numbers) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Floats of uint8 codes."""
+        return kernels.dequantize(codes, self.source)
+
+
+class AsGiven(nn.Module):
+    """A tensor in the memory format of the model's input."""
+
+    def forward(self, x: Tensor, given: object) -> Tensor:
+        """x, contiguous unless `given` is a tensor that is not."""
+        return x if isinstance(given, Tensor) and not given.is_contiguous() else x.contiguous()
+
+
+class Join(nn.Module):
+    """The codes of clamp(a + b, *clip), or of a * b, for two tensors of codes; `kind` is "add" or "mul"."""
+
+    def __init__(self, kind: str, sources: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float]) -> None:
+        super().__init__()
+        self.kind, self.sources, self.grid, self.clip = kind, sources, to, clip
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """uint8 codes of uint8 codes."""
+        join = kernels.add if self.kind == "add" else kernels.multiply
+        return join(a, b, self.sources, self.grid, self.clip)
+
+
+class Table(nn.Module):
+    """A function of one value, from one grid to another, as 256 bytes."""
+
+    def __init__(self, codes: Tensor) -> None:
+        super().__init__()
+        self.codes = nn.Buffer(codes)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """uint8 codes of uint8 codes."""
+        return kernels.look_up(codes, self.codes)
+
+
+class MaxPool(nn.Module):
+    """The largest code of every window; `window`: see `qat.integers.movement.Window.packed`."""
+
+    def __init__(self, window: list[int]) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """uint8 codes of uint8 codes, (N, C, H, W) or (C, H, W)."""
+        if codes.dim() == 3:
+            return cast("Tensor", self(codes[None])[0])
+        if math.prod(self.window[:2]) > LARGEST_WINDOW:
+            kernel, stride, padding, dilation = (self.window[k : k + 2] for k in (0, 2, 4, 6))
+            pooled = torch.max_pool2d(codes.float(), kernel, stride, padding, dilation, bool(self.window[8]))
+        else:
+            pooled = (max_pool_codes.formula if plain_here() else max_pool_codes)(codes, self.window)[0]
+        return pooled.to(torch.uint8)

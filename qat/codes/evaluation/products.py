@@ -1,0 +1,152 @@
+"""`Product`: a convolution or linear layer on codes. Its sums are exact; bias, clip and grid follow in one pass."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from qat.codes.evaluation.arithmetic import Numbers, dequantize, requantize
+from qat.codes.operators.geometry import LINEAR, MOST_INPUTS, Geometry
+from qat.kernels.cpu import onednn
+from qat.kernels.cpu.quantizers import NO_CLIP
+from qat.layers import IntegerWeight, QuantFunction, QuantLayer, QuantLinear
+from qat.layers.conv import QuantConvolution
+from qat.layers.function import CONVOLUTIONS
+
+log = logging.getLogger("qat")
+
+EXACT = 2**24
+"""Up to here float32 holds every integer."""
+
+MOST_PARTS = 8
+"""Into so many parts sums are split until float32 holds each of them; beyond, float64 is no slower."""
+
+OWN = {
+    None, QuantConvolution.operate, QuantLinear.operate, QuantFunction.operate,
+    *(kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+}  # fmt: skip
+"""The methods by which layers compute; a twin of one's own may have others."""
+
+FEW = 2**18
+"""Products up to which float is faster: a call of oneDNN's integer kernels takes 50 microseconds, of its others 5."""
+
+
+def geometry_of(layer: Any) -> Geometry | None:
+    """The geometry of a layer; None if it computes anything else than a convolution or product with zero padding."""
+    methods = {getattr(type(layer), name, None) for name in ("operate", "_conv_forward")}
+    if not methods <= OWN or layer.__dict__.keys() & {"operate", "_conv_forward"}:
+        return None
+    if isinstance(layer, QuantFunction):
+        axes = CONVOLUTIONS.index(layer.function) + 1 if layer.function in CONVOLUTIONS else 0
+        return Geometry.of(axes, **layer.options, kernel=layer.kernel_size) if axes else LINEAR
+    if isinstance(layer, nn.Linear):
+        return LINEAR
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or layer.padding_mode != "zeros":
+        return None
+    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups, layer.kernel_size)
+
+
+class Sums:
+    """How a product's integers are summed on this machine, prepared at the first call; copies begin without.
+
+    `proven`: whether oneDNN's sums were those of the formula, on the first codes that it got.
+    """
+
+    run: Callable[[Tensor], Tensor] | None = None
+    proven = False
+
+    def __reduce__(self) -> tuple[type["Sums"], tuple[()]]:
+        return Sums, ()
+
+
+class Product(nn.Module):
+    """From codes to the codes of clamp((sum((x - zero) * weight) + bias) * scale, *clip), or to these floats.
+
+    Args:
+        layer: whose operation it is.
+        geometry: of the layer.
+        integers: weight and bias.
+        source: the grid of the input.
+        clip: floor and ceiling behind the layer.
+        to: the grid of the output.
+    """
+
+    def __init__(
+        self, layer: QuantLayer, geometry: Geometry, integers: IntegerWeight, source: Numbers,
+        clip: tuple[float, float] = NO_CLIP, to: Numbers | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.geometry, self.source, self.clip, self.grid = geometry, source, clip, to
+        self.weight = nn.Buffer(layer.torch_layout(integers.codes.detach()).to(torch.int8).contiguous())
+        self.bias = nn.Buffer(integers.bias_codes.detach().float().contiguous())
+        self.scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
+        self.sums = Sums()
+        self.table: Tensor | None = None
+        self.centered = False
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Codes on the grid `to`, or floats if it is None; see `requantize` for `table` and `centered`."""
+        if codes.dim() < self.weight.dim():  # an image without a batch
+            return cast("Tensor", self(codes[None])[0])
+        run = self.sums.run = self.sums.run or self._fastest()
+        axis = -1 if self.weight.dim() == 2 else 1
+        return requantize(run(codes), self.bias, self.scale, axis, self.clip, self.grid, self.table, self.centered)
+
+    def multiplies_integers(self) -> bool:
+        """Whether oneDNN's integer kernels take this product on this machine."""
+        few_axes = len(self.geometry.stride) in (0, 2) and self.weight[0].numel() <= MOST_INPUTS
+        return few_axes and self.geometry.is_exact(self.weight.shape) and not onednn.is_emulated()
+
+    def _fastest(self) -> Callable[[Tensor], Tensor]:
+        """The fastest exact sums on this machine."""
+        geometry, weight = self.geometry, self.weight
+        if not (weight.is_cpu and self.multiplies_integers()):
+            return self._in_float()
+        packed = onednn.PackedWeight(weight, int(self.source.grid.zero), *(geometry if geometry.stride else ()))
+
+        most = FEW // weight.numel() * weight.shape[1] if geometry.groups == 1 else 0
+        in_float = functools.cache(self._in_float)
+
+        def run(codes: Tensor) -> Tensor:
+            if codes.numel() <= most or geometry.misses(codes.shape, weight.shape):
+                return in_float()(codes)
+            sums = packed.sums(_nearest(codes) if geometry.stride else codes)
+            if self.sums.proven or torch.compiler.is_compiling():
+                return sums
+            self.sums.proven = torch.equal(sums[:1], self._in_float()(codes[:1]))
+            if not self.sums.proven:
+                log.warning("oneDNN sums up a product of %s wrongly; it runs in float", tuple(weight.shape))
+                self.sums.run = in_float()
+            return sums if self.sums.proven else in_float()(codes)
+
+        return run
+
+    def _in_float(self) -> Callable[[Tensor], Tensor]:
+        """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""
+        geometry, (_, zero, low, high) = self.geometry, self.source.grid
+        reach, channels, dtype = max(zero - low, high - zero), -len(geometry.stride) - 1, torch.float32
+        weight = self.weight.int()
+        for parts in range(1, MOST_PARTS + 1 if geometry.groups == 1 else 2):  # the channels of groups do not split
+            pieces = weight.tensor_split(parts, 1)
+            if all(reach * int(piece.flatten(1).abs().sum(1).max()) <= EXACT for piece in pieces):
+                break
+        else:
+            parts, pieces, dtype = 1, (weight,), torch.float64
+        weights = [_nearest(piece.to(dtype)) for piece in pieces]
+
+        def run(codes: Tensor) -> Tensor:
+            x = codes if codes.is_floating_point() else dequantize(_nearest(codes), self.source, step=False)
+            x = x.to(dtype)
+            split = zip(x.tensor_split(parts, channels), weights, strict=True)
+            first, *others = (geometry.multiply(each, piece, None) for each, piece in split)
+            return sum(others, start=first.double()).float() if others else first.float()
+
+        return run
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """Without gaps, images with channels innermost, as oneDNN takes them and `requantize` wants them."""
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)

@@ -1,0 +1,141 @@
+"""What runs how in a fused graph, and why: the answers of the predicates that decided it, for `qat.explain`."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qat.analysis.explain import PLAINLY, Row
+from qat.codes.operators.grid import NOT_TAKEN, SHIFT, learned_by
+from qat.codes.operators.product import integers_refusal, weight_refusal
+from qat.codes.training.plan import CodesPlan
+from qat.codes.verdict import is_wanted
+from qat.contexts import evaluating
+from qat.graph.nodes import submodule_of
+from qat.layers import QuantLayer
+from qat.quantizer import Quantizer
+from qat.torch_internals import pytree
+
+ON_CODES = "on codes"
+
+
+def explain_part(
+    model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
+) -> tuple[str, dict[str, Row]]:
+    """How a traced model or part trains: a sentence without its subject, and what runs in it, by name."""
+    evaluated = not model.training
+    with evaluating(model) if evaluated else nullcontext():
+        if evaluated:
+            model.train()
+        given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+        no_memory = "it has no memory to compute in (device meta)" if model._is_meta_only() else None
+        whole = no_memory or model._watched_by() or model._refusal(given, compiling=False)
+        verdict = model._derive().verdict
+        distrusted = () if verdict is None else verdict.distrusted
+        if distrusted is None:
+            whole = whole or verdict.reason
+        plan = CodesPlan(model, distrusted or ())
+        if not plan.layers:
+            whole = whole or _nothing_on_codes(model)
+        rows = _rows(plan, whole, shapes)
+    if whole is not None:
+        how = f"trains {PLAINLY}: {whole}"
+    elif verdict is not None:
+        how = str(verdict)
+    elif is_wanted():
+        how = "trains on codes as soon as a self-check (calibrate, self_check, a step) has shown that to be the same"
+    else:
+        how = "trains on codes, without a self-check (QAT_SELF_CHECK=off)"
+    if evaluated:
+        how = f"is in evaluation, where its graph runs operation by operation; in training it {how}"
+    return how, rows
+
+
+def _nothing_on_codes(model: Any) -> str:
+    quantizers = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
+    if quantizers and not any(each.is_calibrated for each in quantizers):
+        return "it is not calibrated"
+    return "no layer of it takes codes"
+
+
+def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) -> dict[str, Row]:
+    """How layers, quantizers of activations and their products train, by name; whole: why none runs on codes."""
+    found: dict[str, Row] = {}
+    for node in plan.nodes:
+        module = submodule_of(plan.model, node)
+        if not (isinstance(module, (Quantizer, QuantLayer)) or node in plan.matmuls or node in plan.refused):
+            continue
+        kind = "matmul" if module is None else type(module).__name__
+        name = node.name if module is None else str(node.target)
+        how, why = _how(plan, node, module, shapes.get(name))
+        if whole is not None:
+            how, why = PLAINLY, why if how == PLAINLY else whole
+        if name not in found or how == PLAINLY:  # a layer that is called twice is as slow as its slowest call
+            found[name] = (kind, how, why)
+    return found
+
+
+def _how(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) -> tuple[str, str]:
+    """How a node trains, and why."""
+    reason = plan.refused.get(node) or _tensors_refusal(plan, node, module)
+    if reason is not None:
+        return PLAINLY, reason
+    if isinstance(module, QuantLayer):
+        return _product(plan, node, module, shape)
+    return ON_CODES, _one_pass(plan, node)
+
+
+def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
+    """What is computed together with a quantizer, from the BatchNorm on; nothing of a product of activations."""
+    chain = plan.chains.get(quantizer)
+    if chain is None:
+        return ""
+    first: Any = chain.source if chain.operands is not None else None
+    if chain.layer is not None and chain.layer in plan.fused_norms:
+        first = chain.layer.kwargs["norm"]
+    nodes = (first, *(chain.activation.nodes[::-1] if chain.activation is not None else ()))
+    names = [str(node.target) if node.op in ("call_module", "get_attr") else node.name for node in nodes if node]
+    return f"in one pass with {', '.join(names)}" if names else ""
+
+
+def _tensors_refusal(plan: CodesPlan, node: fx.Node, module: Any) -> str | None:
+    """What the functions on codes would find of the tensors of a quantizer or a layer."""
+    if isinstance(module, Quantizer):
+        return NOT_TAKEN if learned_by(module, module.scale) is None else None
+    if not isinstance(module, QuantLayer):
+        return None
+    weight = _weight(plan, node, module)
+    reason = None if weight is None else weight_refusal(weight)
+    if reason is None and learned_by(module.weight_quantizer, module.weight_quantizer.scale, None) is None:
+        return f"its weight_quantizer: {NOT_TAKEN}"
+    return reason
+
+
+def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Size | None) -> tuple[str, str]:
+    """How a layer on codes multiplies."""
+    weight, source = _weight(plan, node, layer), plan.grid(node.args[0])
+    assert source is not None
+    quantizer: Any = submodule_of(plan.model, source)
+    zero = SHIFT if quantizer.spec.signed else 0
+    zero += 0 if quantizer.zero_point is None else round(float(quantizer.zero_point))
+    if weight is None:
+        return f"{ON_CODES}, in integers where it pays", ""
+    reason = integers_refusal(layer, shape, weight.shape, zero)
+    if reason is not None:
+        return f"{ON_CODES}, in float", reason
+    return f"{ON_CODES}, in integers" + ("" if shape is not None else " where it pays"), ""
+
+
+def _weight(plan: CodesPlan, node: fx.Node, layer: QuantLayer) -> Tensor | None:
+    """A layer's weight; None if the graph computes it."""
+    own = getattr(layer, "weight", None)
+    if isinstance(own, Tensor):
+        return own
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(given, fx.Node) or given.op != "get_attr":
+        return None
+    owner, _, name = str(given.target).rpartition(".")
+    found = getattr(plan.model.get_submodule(owner), name)
+    return found if isinstance(found, Tensor) else None

@@ -1,0 +1,84 @@
+"""Quantized tensors as codes, which layers pass to each other in training where kernels compute on integers.
+
+A quantizer's output as floats takes four times the memory of its codes, and everything that reads it can compute on the
+codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the same shape that takes no memory.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.codes.operators.grid import Learned
+from qat.kernels.cpu.quantizers import NO_CLIP
+
+
+class UnquantizedInput(NamedTuple):
+    """The float tensor behind codes, if only the scale needs a gradient: an image's own would be the most expensive."""
+
+    x: Tensor
+    learned: Learned
+
+
+class Codes(NamedTuple):
+    """A quantized tensor: (codes - zero) * step."""
+
+    carrier: Tensor  # stands for the tensor in autograd; has its shape and holds no values
+    codes: Tensor  # uint8
+    qparams: Tensor  # step and zero, which is shifted as the codes are; step is NaN if a value was NaN (`holds_nan`)
+    source: UnquantizedInput | None = None  # of an input of the model, whose carrier is not connected to the scale
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor."""
+        return self.codes.shape
+
+    def dim(self) -> int:
+        """How many axes the tensor has."""
+        return self.codes.dim()
+
+
+def carrier_for(codes: Tensor, x: Tensor) -> Tensor:
+    """A tensor of this shape in one element of memory, in the dtype of x: that of the gradients which it will carry."""
+    return torch.empty((), dtype=x.dtype, device=codes.device).expand(codes.shape)
+
+
+def outputs(ctx: Any, codes: Tensor, qparams: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first three of `Codes` as the outputs of a Function, which quantizes something of the dtype of x."""
+    ctx.mark_non_differentiable(codes, qparams)
+    ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+    return carrier_for(codes, x), codes, qparams
+
+
+def detached_view(y: Tensor) -> Tensor:
+    """The output of a Function's forward, not as a view of a tensor that forward made: views cannot be changed in
+    place by later operations."""
+    return y if torch.compiler.is_compiling() else y.detach()
+
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def first_derivative(backward: Backward) -> Backward:
+    """Decorator for a Function's backward that calls kernels: an error where its result could be differentiated."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # which says so itself
+            raise RuntimeError(
+                "a prepared model on kernels has first derivatives only; for second ones (create_graph=True) run its"
+                " forward in `with qat.kernels.plain_formulas():`"
+            )
+        return backward(ctx, grad)
+
+    return wrapped
+
+
+class PreQuantizer(NamedTuple):
+    """What torch's operations compute before a quantizer, of floats: the plain form of a function that quantizes."""
+
+    y: Tensor  # the input of the clip
+    z: Tensor  # the input of the quantizer
+    bounds: tuple[float, float] = NO_CLIP  # of the clip

@@ -1,0 +1,162 @@
+"""A quantizer alone: from floats to codes and back."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.codes.operators.codes import Codes, UnquantizedInput, carrier_for, first_derivative, outputs
+from qat.codes.operators.grid import Learned, codes_of, grid_of, learned_by, learned_gradient, slopes_on
+from qat.codes.operators.operator import operator
+from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at
+from qat.kernels.cpu.quantizers import (
+    Levels,
+    compiled,
+    dequantize,
+    empty_scale,
+    in_layout_of,
+    is_plain,
+    learned_grid,
+    threads_for,
+)
+from qat.quantizer import Quantizer
+
+
+def _quantize_codes(x: Tensor, grid: list[Any], levels: list[float]) -> tuple[Tensor, Tensor]:
+    """codes = clamp(round(x / step) + zero_point, low, high) + shift."""
+    return codes_of(x, grid_of(grid, levels), x)
+
+
+def _quantize_codes_backward(
+    grad: Tensor, x: Tensor, grid: list[Any], levels: list[float], needs_x: bool
+) -> tuple[Tensor, Tensor]:
+    """dx = grad inside;  dscale = factor * sum(grad * slope)."""
+    inside, slope = slopes_on(x, grid_of(grid, levels))
+    total = (grad * slope).sum()
+    grad_x = in_layout_of(torch.where(inside, grad, 0), x) if needs_x else x.new_empty(0)
+    return grad_x, learned_gradient(total, grid, levels)
+
+
+def _dequantize(codes: Tensor, qparams: Tensor) -> Tensor:
+    """(codes - zero) * step in float32; not in place: an in-place last operation costs a Function its gradient."""
+    return (codes.to(torch.float32) - qparams[1]) * qparams[0]
+
+
+@operator(_quantize_codes)
+def quantize_codes(x: Tensor, grid: list[Tensor | None], levels: list[float]) -> tuple[Tensor, Tensor]:
+    """codes = clamp(round(x / step) + zero_point, low, high) + shift, and their qparams."""
+    codes, qparams = torch.empty_like(x, dtype=torch.uint8), torch.empty(2, dtype=torch.float32)
+    compiled().quantize_codes(
+        elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), learned_grid(grid, levels),
+        numbers_at("step and zero", qparams, 2), threads_for(x.numel()),
+    )  # fmt: skip
+    return codes, qparams
+
+
+@operator(_quantize_codes_backward)
+def quantize_codes_backward(
+    grad: Tensor, x: Tensor, grid: list[Tensor | None], levels: list[float], needs_x: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and scale."""
+    grad, grad_x = in_layout_of(grad, x), torch.empty_like(x) if needs_x else x.new_empty(0)
+    grad_scale = empty_scale(grid)
+    compiled().quantize_codes_backward(
+        elements_at("grad", grad, x), elements_at("x", x, x), elements_at("grad_x", grad_x, x) if needs_x else None,
+        x.numel(), learned_grid(grid, levels), numbers_at("grad_scale", grad_scale, 1), threads_for(x.numel()),
+    )  # fmt: skip
+    return grad_x, grad_scale
+
+
+class QuantizeFunction(torch.autograd.Function):
+    """A quantizer alone, as codes; the formulas are those of `LSQPlusFunction`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The input is saved; the codes are kept by their readers.
+        codes, qparams = quantize_codes(x, [scale, smallest, zero_point], levels)
+        ctx.save_for_backward(x, scale, smallest, zero_point)
+        ctx.levels = levels
+        return outputs(ctx, codes, qparams, x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x = ctx.needs_input_grad[0]
+        x, *grid = ctx.saved_tensors
+        grad_x, grad_scale = quantize_codes_backward(grad, x, grid, ctx.levels, needs_x)
+        return grad_x if needs_x else None, grad_scale, None, None, None
+
+
+class DecodeFunction(torch.autograd.Function):
+    """y = (codes - zero) * step, with dy/dcarrier = 1; the step's gradient belongs to the quantizer of the codes."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, codes: Tensor, qparams: Tensor) -> Tensor:
+        """One pass; torch.compile fuses it with the operations behind it."""
+        if torch.compiler.is_compiling():
+            return _dequantize(codes, qparams)
+        return dequantize(codes, qparams)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class EncodeFunction(torch.autograd.Function):
+    """codes = round(x / step) + zero of x on a grid already (behind max pooling, say), with dcarrier/dx = 1."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        codes, qparams = quantize_codes(x, [scale, smallest, zero_point], levels)
+        return outputs(ctx, codes, qparams, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None
+
+
+def quantize(x: Tensor, learned: Learned) -> Codes:
+    """The codes of a dense tensor that kernels take; see `holds_nan`."""
+    if x.requires_grad or not learned.scale.requires_grad:
+        return Codes(*QuantizeFunction.apply(x, *learned))
+    codes, qparams = quantize_codes(x, [learned.scale.detach(), *learned[1:3]], learned.levels)
+    return Codes(carrier_for(codes, x), codes, qparams, UnquantizedInput(x, learned))
+
+
+def holds_nan(x: Codes) -> bool:
+    """Whether a value was NaN: no code stands for it, so the tensor has to stay in floats.
+
+    Compiled code does not ask; the whole tensor is NaN there.
+    """
+    return not torch.compiler.is_compiling() and math.isnan(x.qparams[0].item())
+
+
+def with_scale_gradient(x: Codes) -> Codes:
+    """The same codes, with a carrier through which the scale gets its gradient: for readers that ignore the source."""
+    return x if x.source is None else Codes(*QuantizeFunction.apply(x.source.x, *x.source.learned))
+
+
+def decode(x: Codes | Tensor) -> Tensor:
+    """The float tensor; a tensor is returned as it is."""
+    if isinstance(x, Tensor):
+        return x
+    y: Tensor = DecodeFunction.apply(*with_scale_gradient(x)[:3])
+    return y
+
+
+def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | Tensor:
+    """Codes of a tensor on this grid; the tensor itself where kernels do not apply, or a dropout is active."""
+    if not isinstance(x, Tensor) or not (is_plain(x) and x.numel() and is_dense(x)):
+        return x
+    if any(dropout.training and dropout.p > 0 for dropout in dropouts):
+        return x
+    learned = learned_by(quantizer, x)
+    if learned is None:
+        return x
+    codes = Codes(*EncodeFunction.apply(x, *learned))
+    return x if holds_nan(codes) else codes

@@ -1,0 +1,1 @@
+"""The graph that trains on codes, derived from a prepared graph."""

@@ -1,0 +1,156 @@
+"""The modules that kernels stand in for: which these may be, and whether a model's are still what they were.
+
+A kernel computes what a module would, without calling it. That is correct only for classes whose forward is known, if
+no hook waits for the call, if nothing changed what the call computes (a patched `forward`, a subclass), and as long as
+the module still has the attributes that the graph was derived from.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from qat.codes.training import activations
+from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
+from qat.preparation.replacements import METHODS, ModuleSnapshot, is_watched, watch
+from qat.quantizer import LSQQuantizer, Quantizer
+
+LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)
+
+READ: dict[type[nn.Module], tuple[str, ...]] = {
+    LSQQuantizer: ("training", "observer", "is_calibrated", "is_disabled", "spec", "role"),
+    **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
+    **activations.READ,
+    nn.Softmax: ("dim",),
+    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
+    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), ("inplace",)),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten, nn.Identity, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle), ()),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool3d), ("return_indices",)),
+    **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), ("return_indices",)),
+}
+"""The classes that kernels may replace, and the attributes that a graph is derived from; their other attributes are
+read in every step."""
+
+NOT_GUARDED = {"observer", "is_calibrated", "spec", "role", "input_quantizer"}
+"""Attributes that torch.compile cannot watch."""
+
+
+def _methods(kind: type[nn.Module]) -> tuple[Any, ...]:
+    return tuple(getattr(kind, name, None) for name in METHODS)
+
+
+_ORIGINALS = {kind: _methods(kind) for kind in READ}
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without parametrisations."""
+    kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    return kind
+
+
+def known_kind(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class in `READ`: the class itself, or the base class of a quantizer; None if there is none."""
+    if kind in READ or not issubclass(kind, Quantizer):
+        return kind if kind in READ else None
+    return next((base for base in kind.__mro__ if base in READ), None)
+
+
+def is_changed(kind: type[nn.Module]) -> bool:
+    """Whether a class was patched, or overrides a method that decides what a call computes, since qat was imported."""
+    known = known_kind(kind)
+    return known is None or _methods(kind) != _ORIGINALS[known]
+
+
+def module_refusal(module: nn.Module) -> str | None:
+    """Why no kernel may replace a call of this module; None if one may."""
+    kind = kind_of(module)
+    if known_kind(kind) is None:
+        return f"kernels do not compute what {kind.__name__} does"
+    if is_changed(kind):
+        return f"a method of {kind.__name__} that kernels stand in for was replaced"
+    if is_watched(module):
+        return "a hook waits for its call, or its forward was replaced"
+    reason = module_refusal(module.weight_quantizer) if isinstance(module, QuantLayer) else None
+    return reason if reason is None else f"its weight_quantizer: {reason}"
+
+
+def _nothing(module: nn.Module) -> None:
+    """The reader for modules that the graph calls: it depends on none of their attributes."""
+
+
+_READERS: dict[type[nn.Module] | None, Callable[[Any], Any]] = {
+    kind: attrgetter(*names) if names else _nothing for kind, names in READ.items()
+}
+
+
+class Watched:
+    """The modules that a fused graph was derived from, and what they were then: classes, attributes, hooks."""
+
+    def __init__(self, model: nn.Module, names: set[str]) -> None:
+        modules = {name: model.get_submodule(name) for name in sorted(names)}
+        facts = {name: partial(_READERS.get(known_kind(kind_of(m)), _nothing), m) for name, m in modules.items()}
+        known = {kind for kind in map(kind_of, modules.values()) if known_kind(kind) is not None}
+        states = [
+            (name, (type(m).__qualname__, _described(facts[name]()), is_watched(m))) for name, m in modules.items()
+        ]
+        self.text = repr((states, sorted(kind.__qualname__ for kind in known if is_changed(kind))))
+        self._reads: list[Callable[[], Any]] = [*ModuleSnapshot(model, names).reads, *facts.values()]
+        self._reads += [partial(type, m) for m in modules.values()]
+        self._reads += [read for m in modules.values() for read in watch(m)]
+        self._reads += [partial(is_changed, kind) for kind in known]
+        self._values = [read() for read in self._reads]
+        self._guards = [
+            (name, key, getattr(m, key))
+            for name, m in modules.items()
+            if known_kind(type(m)) is not None
+            for key in ("__class__", *sorted({*READ[known_kind(type(m)) or type(m)]} - NOT_GUARDED))
+        ]
+
+    def holds(self) -> bool:
+        """Whether nothing changed."""
+        return [read() for read in self._reads] == self._values
+
+    def holds_compiled(self, model: nn.Module) -> bool:
+        """The part of it that torch.compile can watch: it traces this, and guards on all that is read."""
+        return all(getattr(model.get_submodule(name), key) == value for name, key, value in self._guards)
+
+
+def _described(found: Any) -> str:
+    """Attributes as text, without the addresses of modules and tensors."""
+    values = found if isinstance(found, tuple) else (found,)
+    return repr([type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else value for value in values])
+
+
+class _Block:
+    """A block of the model, whose attributes are the modules that a graph names; anything else is read from it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.__block = block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__block, name)
+
+
+def module_tree(model: nn.Module, graph: fx.Graph) -> Any:
+    """An object that answers as the model does when a graph's code looks up its modules and tensors.
+
+    A module looks up each child in a Python function: 1.5 ms a step for MobileNetV2.
+    """
+    tree = _Block(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    for path in sorted(paths & modules.keys(), key=lambda path: path.count(".")):
+        place: Any = tree
+        steps = path.split(".")
+        for depth, step in enumerate(steps[:-1], start=1):
+            if isinstance(place, nn.Module):  # the graph names it too, and it finds its children itself
+                break
+            place = vars(place).setdefault(step, _Block(modules[".".join(steps[:depth])]))
+        if not isinstance(place, nn.Module):
+            vars(place)[steps[-1]] = modules[path]
+    return tree
