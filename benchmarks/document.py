@@ -17,31 +17,24 @@ from benchmarks.accuracy_table import rules_table as trained_rules_table
 from benchmarks.calibrated_rules import calibrated_table
 from benchmarks.config_table import config_table, configs_table
 from benchmarks.default_rule import rule_table
-from benchmarks.deployment_table import TABLES as DEPLOYMENT_TABLES
-from benchmarks.epoch import epoch_table
-from benchmarks.loading import loading_table
+from benchmarks.gpu_table import gpu_table
+from benchmarks.kept import RESULTS
 from benchmarks.post_training import post_training_table, worth_table
 from benchmarks.reference_table import reference_table
 from benchmarks.reliability_table import fuzz_table, mutation_table
 from benchmarks.rules_table import rules_table
 from benchmarks.saturation_table import saturation_table
-from benchmarks.scaling import gradients_table, norms_table
-from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
-from benchmarks.watch import table as watch_table
 from benchmarks.zoo_libraries import NAMES
 from benchmarks.zoo_table import families_table, library_table, models_table
 from qat.training.run.report import report_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
     "docs/index.md",
     "docs/config.md",
-    "docs/curves.md",
-    "docs/deploying.md",
     "docs/measurements.md",
     "docs/reference.md",
     "docs/reliability.md",
@@ -58,14 +51,12 @@ FROM_CODE = {
     "default_rules": trained_rules_table,
     "config": config_table,
     "configs": configs_table,
-    "epoch": epoch_table,
     "fuzz": fuzz_table,
-    "watch": watch_table,
     "mutation": mutation_table,
+    "speed_gpu": gpu_table,
     "models": model_table,
     "post_training": post_training_table,
     "worth": worth_table,
-    "loading": loading_table,
     "reference": reference_table,
     "rules": rules_table,
     "calibrated_rules": calibrated_table,
@@ -73,13 +64,9 @@ FROM_CODE = {
     "target_limits": limits_table,
     "target_reasons": reasons_table,
     "saturation": saturation_table,
-    "scaling_gradients": gradients_table,
-    "scaling_norms": norms_table,
-    "self_check": self_check_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
     **{f"zoo_{library}": partial(library_table, library) for library in NAMES},
-    **DEPLOYMENT_TABLES,
     **SPEED_TABLES,
 }
 MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)

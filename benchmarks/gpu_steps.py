@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gpu_parts import Bench
+from benchmarks.speed_cases import BUILDERS, TrainingStep
 from benchmarks.speed_rows import Row
-from benchmarks.speed_step import TrainingStep
 from benchmarks.speed_timing import Limits, contest, reason
-from benchmarks.speed_variants import BUILDERS
 
 PRECISIONS = {"bf16": torch.bfloat16, "float32": None, "fp16": torch.float16}
 MODES = ("eager", "graphs")

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from benchmarks.gpu_steps import MODES
-from benchmarks.speed_rows import RESULTS, Row
+from benchmarks.kept import RESULTS, table
+from benchmarks.speed_rows import Row
 
 GPU = RESULTS / "gpu.json"
 """Kept of a run of `python -m benchmarks.gpu` on a GPU."""
@@ -17,10 +18,7 @@ def gpu_table(results: Path = GPU) -> str:
     about = json.loads(results.read_text())
     steps = [row for row in about["rows"] if row["part"] == "steps" and row["ok"]]
     kinds = [(mode, variant) for mode in MODES for variant in ("float", "qat")]
-    lines = [
-        f"| | {' | '.join(f'{variant}, {mode}' for mode, variant in kinds)} | qat / float, graphs | memory |",
-        "|---|" + "---:|" * (len(kinds) + 2),
-    ]
+    lines = []
     for subject in dict.fromkeys((row["subject"], row["precision"], row["batch"]) for row in steps):
         own: dict[tuple[str, str], Row] = {
             (row["mode"], row["variant"]): row
@@ -33,8 +31,8 @@ def gpu_table(results: Path = GPU) -> str:
                 for mode, key in (("graphs", "seconds"), ("eager", "peak_bytes"))
             )
             cells = [f"{own[kind]['seconds'] * 1e3:.1f} ms" for kind in kinds]
-            name = f"{subject[0]}, {subject[1]}, batch {subject[2]}"
-            lines.append(f"| {' | '.join([name, *cells, f'{ratio:.2f}', f'{peak:.2f}'])} |")
+            lines.append([f"{subject[0]}, {subject[1]}, batch {subject[2]}", *cells, f"{ratio:.2f}", f"{peak:.2f}"])
+    titles = ["", *(f"{variant}, {mode}" for mode, variant in kinds), "qat / float, graphs", "memory"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    lines += ["", f"*memory*: the rise of an eager step, as a share of float's. {about['machine']['gpu']}; {versions}."]
-    return "\n".join([*lines, ""])
+    said = f"*memory*: the rise of an eager step, as a share of float's. {about['machine']['gpu']}; {versions}."
+    return f"{table(titles, lines, 1)}\n{said}\n"

@@ -1,28 +1,17 @@
-"""Memory of a training step: the bytes that the forward keeps for the backward, and how far a step's memory rises.
-
-What is kept is counted twice, by what autograd holds and by what was allocated and not freed: the second count sees
-tensors that a model hides from the first, and misses those that were there before, such as the images.
-"""
+"""Memory of a training step: the bytes that the forward keeps for the backward."""
 
 import contextlib
 import functools
-import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.speed_step import TrainingStep
-
 DEEPEST = 4
 """How far into objects that a Function keeps on its ctx is looked for tensors."""
-
-RESET_PEAK = "5"
-"""Written to /proc/self/clear_refs, sets the peak of the resident memory back to what is resident now (proc(5))."""
 
 
 def saved_bytes(forward: Callable[[], Tensor], left_out: Iterable[Tensor] = ()) -> int:
@@ -50,23 +39,6 @@ def saved_bytes(forward: Callable[[], Tensor], left_out: Iterable[Tensor] = ()) 
     for tensor in left_out:
         sizes.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
-
-
-def step_saved_bytes(step: TrainingStep) -> int:
-    """What a training step keeps between forward and backward, its parameters and buffers left out."""
-    return saved_bytes(step.loss, [*step.model.parameters(), *step.model.buffers()])
-
-
-def held_bytes(forward: Callable[[], Tensor], device: str = "cpu") -> int:
-    """Bytes that `forward` allocated on the device and that are in use when it has returned, whoever holds them."""
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        loss = forward()
-        return torch.cuda.memory_allocated() - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        loss = forward()  # noqa: F841  a name for it, so that its graph outlives the profile
-    return sum(event.self_cpu_memory_usage for event in profile.events())
 
 
 def nodes(root: Any) -> Iterator[Any]:
@@ -104,32 +76,3 @@ def _tensors(value: Any, deep: int) -> Iterator[Tensor]:
                 yield from _tensors(cell.cell_contents, deep - 1)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value), deep - 1)
-
-
-def peak_growth(call: Callable[[], object], device: str = "cpu") -> int | None:
-    """Bytes by which memory rises at most while `call` runs: resident memory on a CPU, torch's own on a GPU.
-
-    On a CPU only a process of its own tells the truth, and one in which malloc gives freed memory back
-    (`MALLOC_MMAP_THRESHOLD_`). None where the system keeps no such count.
-    """
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        Path("/proc/self/clear_refs").write_text(RESET_PEAK)
-        resident = _status("VmRSS")
-        call()
-        return _status("VmHWM") - resident
-    except OSError:
-        return None
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise OSError(f"/proc/self/status has no {name}")
-    return int(found[1]) * 1024

@@ -11,22 +11,22 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kept import kept
 from benchmarks.speed_timing import Contest
 from qat.atomic_write import atomic_write
 
 Row = dict[str, Any]
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "torchvision", "torchao", "brevitas", "triton")
-COMPARISON = ("case", "subject", "batch", "size", "layout", "device", "amp")
-"""What rows of one comparison have in common."""
+COMPARISON = ("case", "subject", "batch", "size", "device")
+"""What rows of one comparison have in common, beside the processor and what it can do."""
 
 INTEGER_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp", "i8mm")
 """Flags of /proc/cpuinfo that say which integer and bf16 products the processor has."""
@@ -84,21 +84,24 @@ def missing_rows(case: str, about: Row, base: str, missing: dict[str, str]) -> l
     ]
 
 
-def kept(results: Path) -> list[Row]:
-    """The rows so far."""
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-
-def keep(rows: Iterable[Row], results: Path, shared: Sequence[str] = COMPARISON) -> None:
+def keep(rows: Iterable[Row], results: Path) -> None:
     """Add rows; older ones of the same comparisons go."""
     fresh = list(rows)
-    measured = {comparison(row, shared) for row in fresh}
-    lines = [row for row in kept(results) if comparison(row, shared) not in measured] + fresh
+    measured = set(map(comparison, fresh))
+    lines = [row for row in kept(results) if comparison(row) not in measured] + fresh
     results.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(results) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
-def comparison(row: Row, shared: Sequence[str] = COMPARISON) -> str:
-    """What a row shares with those that it is compared with; text, since shapes are lists, which do not hash."""
-    return json.dumps([row.get(name) for name in shared])
+def comparison(row: Row) -> tuple[Any, ...]:
+    """What a row shares with those that it is compared with."""
+    return *(row[name] for name in COMPARISON), row["machine"]["processor"], *row["machine"]["flags"]
+
+
+def conditions_of(row: Row) -> str:
+    """The machine and the versions of a row, in words."""
+    machine = row["machine"]
+    flags = f" with {', '.join(machine['flags'])}" if machine["flags"] else ""
+    versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+    return f"{machine['processor']}{flags}, {machine['threads']} of {machine['cores']} threads; {versions}"
