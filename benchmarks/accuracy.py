@@ -1,11 +1,12 @@
-"""What fine-tuning makes of few bits: recipes, plain LSQ and torch.ao from the same float weights, data and epochs.
+"""What fine-tuning makes of few bits: the recipes of configs/ from their float weights, on CIFAR-10.
 
     python -m benchmarks.accuracy --data CIFAR10.npz --weights RESNET20.safetensors --runs FOLDER [--rows ROW ...]
     python -m benchmarks.accuracy --keep resnet20_cifar10_w4a4 --runs FOLDER    # its model into benchmarks/models
     python -m benchmarks.document                                               # docs/measurements.md from what is kept
 
 Each row is one process, which goes on from its run folder if it was interrupted. Results go to
-benchmarks/results/accuracy.jsonl, one line a row and seed; what is there already is not run again.
+benchmarks/results/accuracy.jsonl, one line a row and seed, with what was run; what is there already is not run again.
+The file also has rows of other settings: `python train.py --config CONFIG OVERRIDES` as their lines say runs them.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import qat
-from benchmarks.accuracy_rows import ROWS, TORCH_AO, Row
+from benchmarks.kept import RESULTS, kept
 from qat.training.config.file import load_config
 from qat.training.config.schema import DataConfig
 from qat.training.data.loaders import load_data
@@ -33,7 +35,7 @@ from qat.training.model.building import build_model
 from qat.training.run.logging import CURVES
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
+ACCURACY = RESULTS / "accuracy.jsonl"
 MODELS = ROOT / "benchmarks" / "models"
 LARGEST = 2_000_000
 """Bytes of a kept file."""
@@ -41,24 +43,53 @@ HELD_OUT = 5000
 """Training images that rows which choose between recipes are validated on."""
 
 
-def kept() -> list[dict[str, Any]]:
-    """The results so far."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Args:
+        config: stem of a file of configs/.
+        bits: of weights and activations.
+        epochs: of QAT in all.
+        what: its name in the table.
+        overrides: changes of the config.
+        own_float: whether its float weights are trained first, once for all seeds; false: `--weights`.
+        held_out: whether it is validated on training images that are held out, since recipes were chosen with it.
+    """
+
+    config: str
+    bits: int
+    epochs: int
+    what: str
+    overrides: tuple[str, ...] = ()
+    own_float: bool = False
+    held_out: bool = False
+
+
+def _rows() -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for bits in (8, 4, 3, 2):
+        name = f"resnet20_cifar10_w{bits}a{bits}"
+        rows[name] = Row(name, bits, 6, "our recipe", ("float_finetune=true",) if bits in (8, 4) else ())
+        if bits < 8:
+            rows[f"{name}_long"] = Row(name, bits, 30, "our recipe, long", ("qat.epochs=30",))
+    binary, mobilenet, vit = "resnet20_cifar10_w1a1", "mobilenet_v2_cifar10_w4a4", "vit_cifar10_w4a4"
+    rows[binary] = Row(binary, 1, 30, "our recipe, first and last layer in float")
+    rows[mobilenet] = Row(mobilenet, 4, 3, "MobileNetV2, our recipe", own_float=True, held_out=True)
+    rows[vit] = Row(vit, 4, 3, "vision transformer, our recipe", own_float=True)
+    return rows
+
+
+ROWS = _rows()
+"""Name of the run folder and of the result -> the row."""
 
 
 def command(name: str, row: Row, seed: int, given: argparse.Namespace) -> list[str]:
     """The process of a row."""
-    folder = given.runs / f"{name}-{seed}"
-    if row.config == TORCH_AO:
-        plain = ["-m", "benchmarks.accuracy_torch_ao", *row.overrides, "--data", str(given.data)]
-        return [sys.executable, *plain, "--weights", str(given.weights), "--run", str(folder), "--seed", str(seed)]
     start = ["float.epochs=0", f"model.checkpoint={float_run(row, given) / 'float.safetensors'}"]
     files = [f"data.root={_data(row, given)}", *(start if row.own_float else [f"model.checkpoint={given.weights}"])]
-    if row.teacher:
-        files.append(f"qat.distillation.teacher.checkpoint={given.teacher}")
-    where = [f"run_dir={folder}", "resume=auto", f"seed={seed}"]
-    config = calibrated_run(row, given) / "bits.yaml" if row.size else f"configs/{row.config}.yaml"
-    return [sys.executable, "train.py", "--config", str(config), *where, *files, *row.overrides]
+    where = [f"run_dir={given.runs / f'{name}-{seed}'}", "resume=auto", f"seed={seed}"]
+    return [sys.executable, "train.py", "--config", f"configs/{row.config}.yaml", *where, *files, *row.overrides]
 
 
 def _data(row: Row, given: argparse.Namespace) -> Path:
@@ -90,24 +121,6 @@ def train_float(row: Row, given: argparse.Namespace) -> None:
     where = [f"run_dir={float_run(row, given)}", "resume=auto", f"data.root={_data(row, given)}"]
     started = ["train.py", "--config", f"configs/{row.config}.yaml", *where, "qat.epochs=0", "export.onnx=false"]
     subprocess.run([sys.executable, *started], cwd=ROOT, check=True)
-
-
-def calibrated_run(row: Row, given: argparse.Namespace) -> Path:
-    """The folder of a row's calibrated run, in which bits are chosen."""
-    return Path(given.runs) / f"{row.config}-calibrated"
-
-
-def choose_bits(row: Row, given: argparse.Namespace) -> None:
-    """Choose the bits of each layer at the size of the row; once for all seeds."""
-    folder, config = calibrated_run(row, given), f"configs/{row.config}.yaml"
-    if (folder / "bits.yaml").exists():
-        return
-    where = [f"run_dir={folder}", "resume=auto", f"data.root={given.data}", f"model.checkpoint={given.weights}"]
-    started = ["train.py", "--config", config, *where, "qat.epochs=0", "export.onnx=false"]
-    subprocess.run([sys.executable, *started], cwd=ROOT, check=True)
-    name = load_config(str(ROOT / config)).model.name
-    chosen = ["-m", "qat", "bits", str(folder), "--size", str(row.size), "--model", name]
-    subprocess.run([sys.executable, *chosen], cwd=ROOT, check=True)
 
 
 def float_model(row: Row) -> nn.Module:
@@ -148,14 +161,13 @@ def last_training_loss(folder: Path, steps: int) -> float:
 def result_of(name: str, row: Row, seed: int, folder: Path) -> dict[str, Any]:
     """One line of the results, from the folder of a finished run."""
     summary = json.loads((folder / "summary.json").read_text())
-    found = {"row": name, "seed": seed, "epochs": row.epochs, "date": time.strftime("%Y-%m-%d"), "commit": _commit()}
+    found: dict[str, Any] = {"row": name, **asdict(row), "seed": seed}
+    found |= {"date": time.strftime("%Y-%m-%d"), "commit": _commit()}
     for stage in ("float", "float_finetune", "calibrated", "qat", "onnx"):
         found[stage] = summary.get(stage, {}).get("top1")
     found["agreement"] = summary.get("onnx", {}).get("agreement")
     found["differing_integers"] = summary.get("onnx", {}).get("layers", {}).get("differing")
     found |= {"seconds": summary["seconds"], "machine": summary["machine"], "versions": summary["versions"]}
-    if row.config == TORCH_AO:
-        return found | {key: summary[key] for key in ("train_loss", "difference", "standard_error")}
     floating = float_model(row)
     model = qat.load(folder, floating)
     config: DataConfig = model.config.data  # type: ignore[union-attr, assignment]
@@ -172,15 +184,13 @@ def run(name: str, seed: int, given: argparse.Namespace) -> None:
     row = ROWS[name]
     if row.own_float:
         train_float(row, given)
-    if row.size:
-        choose_bits(row, given)
     started = command(name, row, seed, given)
     print(" ".join(started), flush=True)
     status = subprocess.run(started, cwd=ROOT, check=False).returncode
     if status != 0:
         raise SystemExit(f"{name}: the run ended with status {status}; run the command again to go on")
     found = result_of(name, row, seed, given.runs / f"{name}-{seed}")
-    with RESULTS.open("a") as file:
+    with ACCURACY.open("a") as file:
         file.write(json.dumps(found) + "\n")
 
 
@@ -209,19 +219,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--weights", type=Path)
-    parser.add_argument("--teacher", type=Path, help="weights of ResNet-56, for rows that learn from it")
     parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument(
-        "--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="NAME", help=" ".join(ROWS)
-    )
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="NAME", help=" ".join(ROWS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--keep", choices=list(ROWS), metavar="NAME", help=" ".join(ROWS))
+    parser.add_argument("--keep", choices=ROWS, metavar="NAME")
     given = parser.parse_args()
     if given.keep:
         keep(given.keep, given.seeds[0], given.runs)
         return
     os.makedirs(given.runs, exist_ok=True)
-    done = {(each["row"], each["seed"]) for each in kept()}
+    done = {(each["row"], each["seed"]) for each in kept(ACCURACY)}
     for seed in given.seeds:
         for name in given.rows:
             if (name, seed) not in done:

@@ -13,19 +13,17 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, with_result
-from benchmarks.accuracy_table import rules_table as trained_rules_table
-from benchmarks.calibrated_rules import calibrated_table
 from benchmarks.config_table import config_table, configs_table
-from benchmarks.default_rule import rule_table
 from benchmarks.gpu_table import gpu_table
 from benchmarks.kept import RESULTS
-from benchmarks.post_training import post_training_table, worth_table
 from benchmarks.reference_table import reference_table
 from benchmarks.reliability_table import fuzz_table, mutation_table
+from benchmarks.rules_measured import calibrated_table, short_runs_table
 from benchmarks.rules_table import rules_table
 from benchmarks.saturation_table import saturation_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
+from benchmarks.worth_table import post_training_table, worth_table
 from benchmarks.zoo_libraries import NAMES
 from benchmarks.zoo_table import families_table, library_table, models_table
 from qat.training.run.report import report_lines
@@ -48,7 +46,7 @@ FROM_CODE = {
     "accuracy": accuracy_table,
     "accuracy_in_short": accuracy_in_short,
     "accuracy_own_float": partial(accuracy_table, own_float=True),
-    "default_rules": trained_rules_table,
+    **{f"default_rule_{bits}": partial(short_runs_table, bits) for bits in (8, 4, 2)},
     "config": config_table,
     "configs": configs_table,
     "fuzz": fuzz_table,
@@ -87,8 +85,6 @@ def table_of(name: str) -> str:
     """The Markdown between the marks: a table from the code or from measurements, or a run's summary as text."""
     if name in FROM_CODE:
         return FROM_CODE[name]()
-    if name.startswith("default_rule_"):
-        return rule_table(int(name.rpartition("_")[2]))
     return f"```\n{run_table(name)}```\n"
 
 

@@ -6,8 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import qat
-from benchmarks.accuracy import LARGEST, MODELS, ROOT, float_model, kept
-from benchmarks.accuracy_rows import ROWS
+from benchmarks.accuracy import ACCURACY, LARGEST, MODELS, ROOT, ROWS, float_model
+from benchmarks.kept import kept
 from qat.training.config.file import load_config
 from qat.training.loop.preparation import build_recipe
 
@@ -21,7 +21,7 @@ def test_each_model_has_its_weights_beside_it() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_small_and_its_accuracy_is_that_of_its_run(name: str) -> None:
-    result = next(each for each in kept() if (each["row"], each["seed"]) == (name, 0))
+    result = next(each for each in kept(ACCURACY) if (each["row"], each["seed"]) == (name, 0))
     with safe_open(MODELS / f"{name}.safetensors", "pt") as file:
         assert float(file.metadata()["top1"]) == pytest.approx(result["qat"])
     for suffix in (".onnx", ".safetensors"):
