@@ -42,14 +42,14 @@ def measured(case: str, setting: Setting, variants: Sequence[str], limits: Limit
 
 
 def memory_rows(setting: Setting, variants: Sequence[str]) -> list[Row]:
-    """The bytes that every variant keeps between forward and backward, its parameters and buffers left out."""
+    """The bytes that every variant keeps between forward and backward."""
     saved: dict[str, int] = {}
     missing: dict[str, str] = {}
     for variant, make in steps(setting, variants).items():
         try:
             step = make()
             step()
-            saved[variant] = saved_bytes(step.loss, [*step.model.parameters(), *step.model.buffers()])
+            saved[variant] = saved_bytes(step.loss)
         except Exception as error:
             if variant == "float":
                 raise

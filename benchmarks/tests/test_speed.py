@@ -92,30 +92,16 @@ def test_a_variant_that_does_not_run_is_missing_with_its_reason() -> None:
         contest(makers, "ao_fx", Limits(rounds=3), clock=clock)
 
 
-class Hiding(torch.autograd.Function):
-    """Keeps one tensor as an attribute of its ctx, one in a closure and one in a list, without save_for_backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.hidden = x * 2
-        closed = x[:5] * 3
-        ctx.again = lambda: closed
-        ctx.listed = [(x[:2] * 4,)]
-        return x * ctx.hidden
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2 * ctx.hidden
-
-
-def test_saved_bytes_of_known_graphs() -> None:
+def test_saved_bytes_include_tensors_hidden_from_autograd() -> None:
     x = torch.randn(1000, requires_grad=True)
-    weight = torch.randn(1000, requires_grad=True)
-    assert saved_bytes(lambda: (x * weight).sum()) == 8000
-    assert saved_bytes(lambda: (x * weight).sum(), [weight]) == 4000
-    assert saved_bytes(lambda: (x.view(10, 100) * x.view(10, 100)).sum()) == 4000  # two views of one storage
-    assert saved_bytes(lambda: x.exp().sin().detach().sum() + x.sum()) == 0  # freed before the forward ends
-    assert saved_bytes(lambda: Hiding.apply(x).sum()) == 4000 + 20 + 8
+    keeping: list[Tensor] = []
+
+    def forward() -> Tensor:
+        keeping.append(x.detach() * 2)
+        return x.relu().sum()
+
+    assert saved_bytes(lambda: x.relu().sum()) == pytest.approx(4000, abs=200)  # the loss itself, and rounding up
+    assert saved_bytes(forward) == pytest.approx(8000, abs=200)
 
 
 def test_a_step_trains_frees_its_gradients_and_finds_a_loss_that_is_not_finite() -> None:
