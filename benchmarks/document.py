@@ -18,9 +18,7 @@ from benchmarks.gpu_table import gpu_table
 from benchmarks.kept import RESULTS
 from benchmarks.reference_table import reference_table
 from benchmarks.reliability_table import fuzz_table, mutation_table
-from benchmarks.rules_measured import calibrated_table, short_runs_table
-from benchmarks.rules_table import rules_table
-from benchmarks.saturation_table import saturation_table
+from benchmarks.rules_table import calibrated_table, rules_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.worth_table import post_training_table, worth_table
@@ -46,7 +44,6 @@ FROM_CODE = {
     "accuracy": accuracy_table,
     "accuracy_in_short": accuracy_in_short,
     "accuracy_own_float": partial(accuracy_table, own_float=True),
-    **{f"default_rule_{bits}": partial(short_runs_table, bits) for bits in (8, 4, 2)},
     "config": config_table,
     "configs": configs_table,
     "fuzz": fuzz_table,
@@ -61,7 +58,6 @@ FROM_CODE = {
     "targets": targets_table,
     "target_limits": limits_table,
     "target_reasons": reasons_table,
-    "saturation": saturation_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
     **{f"zoo_{library}": partial(library_table, library) for library in NAMES},

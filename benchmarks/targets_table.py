@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.kept import table
 from qat.targets import PROFILES
 from qat.targets.profile import GridLimits, TargetProfile
 
@@ -16,7 +17,7 @@ def targets_table() -> str:
         )
         for profile in PROFILES.values()
     ]  # fmt: skip
-    return markdown(titles, rows)
+    return table(titles, rows)
 
 
 def limits_table() -> str:
@@ -27,7 +28,7 @@ def limits_table() -> str:
         for profile in PROFILES.values()
         for tensor in ("weight", "activation")
     ]
-    return markdown(titles, rows)
+    return table(titles, rows)
 
 
 def limit_cells(limits: GridLimits) -> tuple[str, ...]:
@@ -48,7 +49,7 @@ def reasons_table() -> str:
         for profile in PROFILES.values()
         for key, reason in profile.reasons.items()
     ]
-    return markdown(("target", "field", "choice", "because", "source"), rows)
+    return table(("target", "field", "choice", "because", "source"), rows)
 
 
 def choice(profile: TargetProfile, key: str) -> str:
@@ -79,9 +80,3 @@ def linked(source: str) -> str:
         page = path.rstrip("/").rpartition("/")[2]
         return f"[{host}: {page}]({source})"
     return f"[{source}](../{source})" if source.endswith(".md") else source or "this library"
-
-
-def markdown(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table."""
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines) + "\n"
