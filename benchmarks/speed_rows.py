@@ -5,13 +5,14 @@ versions and the date. A comparison that is measured again replaces its rows as 
 run only.
 """
 
-import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,12 @@ INTEGER_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp"
 """Flags of /proc/cpuinfo that say which integer and bf16 products the processor has."""
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Of Python and of the packages that are installed."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -62,10 +61,9 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     return facts
 
 
-def facts_of_run() -> Row:
+def facts_of_run(packages: Sequence[str] = PACKAGES) -> Row:
     """What every row of a run ends with; taken before measuring, so that `load` is that of others."""
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"versions": versions(), "machine": machine(), "date": today}
+    return {"versions": versions(packages), "machine": machine(), "date": time.strftime("%Y-%m-%d")}
 
 
 def timing_rows(case: str, about: Row, base: str, contest: Contest) -> list[Row]:
@@ -79,9 +77,8 @@ def timing_rows(case: str, about: Row, base: str, contest: Contest) -> list[Row]
 
 def missing_rows(case: str, about: Row, base: str, missing: dict[str, str]) -> list[Row]:
     """Rows that say why there is no number."""
-    return [
-        {"case": case, **about, "variant": variant, "base": base, "missing": why} for variant, why in missing.items()
-    ]
+    shared = {"case": case, **about, "base": base}
+    return [{**shared, "variant": variant, "missing": why} for variant, why in missing.items()]
 
 
 def keep(rows: Iterable[Row], results: Path) -> None:
