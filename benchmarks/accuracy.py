@@ -10,7 +10,6 @@ a row can be run again; older lines have the config and what was changed (`overr
 """
 
 import argparse
-import base64
 import json
 import shutil
 import subprocess
@@ -95,7 +94,6 @@ def result_of(folder: Path, what: str) -> dict[str, Any]:
         "agreement": onnx.get("agreement"), "differing_integers": onnx.get("layers", {}).get("differing"),
         **{name: summary[name] for name in ("seconds", "machine", "versions")},
         "difference": difference, "standard_error": error,
-        "right": base64.b64encode(np.packbits(answers == truth).tobytes()).decode(),
         "train_loss": last_training_loss(folder, len(arrays["y_train"]) // config.data.batch_size),
     }  # fmt: skip
 

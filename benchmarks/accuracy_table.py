@@ -1,6 +1,5 @@
 """docs/measurements.md's tables, from benchmarks/results/accuracy.jsonl and the models in benchmarks/models."""
 
-import base64
 import re
 from typing import Any
 
@@ -67,38 +66,14 @@ def with_result(config: str, name: str) -> str:
     return re.sub(r"^# Result: .*$", f"# Result: {said}", config, count=1, flags=re.MULTILINE)
 
 
-def gained(rows: list[Result], other: list[Result]) -> tuple[float, float, int]:
-    """What rows have more than another's on the same images and seeds, its standard error, in points, and the seeds.
-
-    With d the difference of an image, -1, 0 or 1, averaged over n seeds: mean(d); the error is that of the images,
-    std(d) / sqrt(images), and of the seeds, std of their means / sqrt(n), in squares.
-    """
-    seeds = sorted({each["seed"] for each in rows} & {each["seed"] for each in other})
-    first, second = (
-        [_right(each) for seed in seeds for each in found if each["seed"] == seed] for found in (rows, other)
-    )
-    differences = np.stack(first).astype(float) - np.stack(second)
-    images = differences.mean(axis=0).std() / np.sqrt(differences.shape[1])
-    between = differences.mean(axis=1).std(ddof=1) / np.sqrt(len(seeds)) if len(seeds) > 1 else 0.0
-    return 100 * float(differences.mean()), 100 * float(np.hypot(images, between)), len(seeds)
-
-
-def _right(result: Result) -> np.ndarray:
-    """Which images a row answered rightly."""
-    return np.unpackbits(np.frombuffer(base64.b64decode(result["right"]), np.uint8))
-
-
 def _gains(rows: dict[str, list[Result]]) -> str:
-    """What rows have more than those beside them, image by image, on the seeds that both have."""
+    """What rows have more than those beside them, in points, as they were compared image by image."""
     gains = []
     for own in rows.values():
-        known = [[each for each in some if "right" in each] for some in (own, rows.get(own[0].get("beside", ""), []))]
-        if {each["seed"] for each in known[0]} & {each["seed"] for each in known[1]}:
-            gain, error, seeds = gained(*known)
-            against = known[1][0]["what"].removeprefix("MobileNetV2, ")
-            gains.append([str(own[0]["bits"]), own[0]["what"], against, str(seeds), f"{gain:+.2f} ± {error:.2f}"])
-    titles = ("bits", "row", "beside", "seeds", "difference in points")
-    return "\n" + table(titles, gains, 3) if gains else ""
+        if "gain" in own[0]:
+            gain, error = own[0]["gain"]
+            gains.append([str(own[0]["bits"]), own[0]["what"], own[0]["beside"], f"{gain:+.2f} ± {error:.2f}"])
+    return "\n" + table(("bits", "row", "beside", "difference in points"), gains, 3) if gains else ""
 
 
 def _cells(own: list[Result]) -> list[str]:

@@ -1,9 +1,7 @@
 """The tables of docs/measurements.md and the results in the configs are what the kept results say."""
 
-import base64
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import accuracy_table
@@ -34,22 +32,6 @@ def test_a_row_is_the_mean_of_its_seeds(results: list[dict]) -> None:
     assert "Float: 91.5 % as published." in table and "a CPU; last measured 2026-01-01 at abc" in table
     others = accuracy_table.accuracy_table(own_float=True)
     assert "MobileNetV2" not in table and "Float: MobileNetV2 91.5 %." in others and "as published" not in others
-
-
-def test_what_an_aid_gives_is_the_difference_on_the_same_images_and_seeds() -> None:
-    """8 images, 2 seeds in another order; a seed that only one of both has does not count."""
-
-    def row(seed: int, right: list[int]) -> dict:
-        return {"seed": seed, "right": base64.b64encode(np.packbits(right).tobytes()).decode()}
-
-    recipe = [row(0, [1, 1, 1, 1, 1, 1, 0, 0]), row(1, [1, 1, 1, 1, 0, 0, 0, 0]), row(2, [1] * 8)]
-    other = [row(1, [1, 1, 1, 0, 0, 0, 0, 1]), row(0, [1, 1, 1, 1, 0, 0, 0, 0])]
-    gain, error, seeds = accuracy_table.gained(recipe, other)
-    assert seeds == 2
-    by_image = np.array([0, 0, 0, 0.5, 0.5, 0.5, 0, -0.5])
-    of_seeds = np.std([0.25, 0.0], ddof=1) / np.sqrt(2)
-    assert gain == pytest.approx(12.5)
-    assert error == pytest.approx(100 * np.sqrt(by_image.std() ** 2 / 8 + of_seeds**2))
 
 
 def test_a_config_says_what_its_row_gave(results: list[dict]) -> None:
