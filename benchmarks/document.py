@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, with_result
 from benchmarks.config_table import config_table, configs_table
-from benchmarks.gpu_table import gpu_table
+from benchmarks.gpu_steps import gpu_table
 from benchmarks.kept import RESULTS
 from benchmarks.reference_table import reference_table
 from benchmarks.reliability_table import fuzz_table, mutation_table
@@ -23,23 +23,10 @@ from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.worth_table import post_training_table, worth_table
 from benchmarks.zoo_libraries import NAMES
-from benchmarks.zoo_table import families_table, library_table, models_table
+from benchmarks.zoo_table import families_table, models_table
 from qat.training.run.report import report_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (
-    "README.md",
-    "docs/index.md",
-    "docs/config.md",
-    "docs/measurements.md",
-    "docs/reference.md",
-    "docs/reliability.md",
-    "docs/rules.md",
-    "docs/speed.md",
-    "docs/targets.md",
-    "docs/worth_it.md",
-    "docs/zoo.md",
-)
 FROM_CODE = {
     "accuracy": accuracy_table,
     "accuracy_in_short": accuracy_in_short,
@@ -60,10 +47,15 @@ FROM_CODE = {
     "target_reasons": reasons_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
-    **{f"zoo_{library}": partial(library_table, library) for library in NAMES},
+    **{f"zoo_{library}": partial(models_table, library) for library in NAMES},
     **SPEED_TABLES,
 }
 MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)
+DOCUMENTS = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if MARKED.search(path.read_text())
+)
 
 
 def run_table(name: str) -> str:

@@ -13,13 +13,14 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kept import RESULTS
-from benchmarks.speed_cases import BUILDERS, Setting, evaluations, steps
+from benchmarks.speed_cases import BUILDERS, Setting, TrainingStep, evaluation, makers
 from benchmarks.speed_memory import saved_bytes
 from benchmarks.speed_rows import Row, facts_of_run, keep, missing_rows, timing_rows
 from benchmarks.speed_timing import Limits, contest, reason
@@ -35,31 +36,31 @@ def measured(case: str, setting: Setting, variants: Sequence[str], limits: Limit
     if case == "memory":
         return memory_rows(setting, variants)
     if case == "evaluation":
-        makers: Any = evaluations(setting, [name for name in variants if name in ("float", "qat")])
+        built = makers(setting, [name for name in variants if name in ("float", "qat")], evaluation)
     else:
-        makers = steps(setting, variants)
-    return timing_rows(case, setting.facts(), "float", contest(makers, "float", limits))
+        built = makers(setting, variants, TrainingStep)
+    return timing_rows(case, asdict(setting), "float", contest(built, "float", limits))
 
 
 def memory_rows(setting: Setting, variants: Sequence[str]) -> list[Row]:
     """The bytes that every variant keeps between forward and backward."""
     saved: dict[str, int] = {}
     missing: dict[str, str] = {}
-    for variant, make in steps(setting, variants).items():
+    for variant, make in makers(setting, variants, TrainingStep).items():
         try:
-            step = make()
+            step: Any = make()
             step()
             saved[variant] = saved_bytes(step.loss)
         except Exception as error:
             if variant == "float":
                 raise
             missing[variant] = reason(error)
-    about = {"case": "memory", **setting.facts(), "base": "float"}
+    about = {"case": "memory", **asdict(setting), "base": "float"}
     rows = [
         {**about, "variant": variant, "saved_bytes": number, "ratio": number / saved["float"]}
         for variant, number in saved.items()
     ]
-    return rows + missing_rows("memory", setting.facts(), "float", missing)
+    return rows + missing_rows("memory", asdict(setting), "float", missing)
 
 
 def said(row: Row) -> str:
@@ -67,10 +68,9 @@ def said(row: Row) -> str:
     start = f"{row['case']} {row['subject']} batch {row['batch']}: {row['variant']}: "
     if "missing" in row:
         return start + row["missing"]
-    if "saved_bytes" in row:
-        return f"{start}{row['ratio']:.2f}, saves {row['saved_bytes'] / 1e6:.0f} MB"
-    spread = f"{row['low']:.2f} to {row['high']:.2f} in {row['rounds']} rounds"
-    return f"{start}{row['ratio']:.2f} ({spread}), {1000 * row['seconds']:.2f} ms"
+    saves = f", saves {row['saved_bytes'] / 1e6:.0f} MB" if "saved_bytes" in row else ""
+    seconds = f", {1000 * row['seconds']:.2f} ms in {row['rounds']} rounds" if "seconds" in row else ""
+    return f"{start}{row['ratio']:.2f}{saves}{seconds}"
 
 
 def parser() -> argparse.ArgumentParser:

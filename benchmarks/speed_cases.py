@@ -7,7 +7,7 @@ imported only when they are built, and used as their own documentation says, wit
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,34 +21,25 @@ Builder = Callable[[nn.Module, Tensor], nn.Module]
 
 CLASSES = 1000
 LEARNING_RATE = 1e-4
+STATISTICS = 5
+"""Passes that give BatchNorms the statistics of the images: without, answers of fresh networks fade in evaluation."""
 COLLECTED = 1
 """Steps in which Brevitas collects statistics before its activation scales are parameters (300 by its default)."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run, on what.
+    """What is run, on what."""
 
-    Attributes:
-        subject: the model's name in torchvision.
-        batch: images a step.
-        size: their height and width.
-        device: `cpu` or `cuda`.
-    """
-
-    subject: str
+    subject: str  # the model's name in torchvision
     batch: int = 16
-    size: int = 112
+    size: int = 112  # height and width of the images
     device: str = "cpu"
 
     def images(self) -> Tensor:
         """A random batch."""
         images = torch.randn(self.batch, 3, self.size, self.size, device=self.device)
         return images.contiguous(memory_format=torch.channels_last)
-
-    def facts(self) -> dict[str, Any]:
-        """As a row says it."""
-        return asdict(self)
 
 
 class TrainingStep:
@@ -89,29 +80,23 @@ def build_float(setting: Setting) -> nn.Module:
     return model.to(setting.device, memory_format=torch.channels_last)
 
 
-def steps(setting: Setting, variants: Iterable[str]) -> dict[str, Callable[[], TrainingStep]]:
-    """For every variant what builds its training step, all from the same weights and images."""
-    model, images = build_float(setting), setting.images()
-
-    def maker(variant: str) -> Callable[[], TrainingStep]:
-        return lambda: TrainingStep(BUILDERS[variant](copy.deepcopy(model), images), images)
-
-    return {variant: maker(variant) for variant in variants}
+def evaluation(model: nn.Module, images: Tensor) -> Call:
+    """What evaluates a batch without gradients."""
+    model.eval()
+    return torch.no_grad()(lambda: model(images))
 
 
-def evaluations(setting: Setting, variants: Iterable[str]) -> dict[str, Callable[[], Call]]:
-    """For every variant what builds its evaluation of a batch without gradients, with the batch's own statistics."""
+def makers(
+    setting: Setting, variants: Iterable[str], call: Callable[[nn.Module, Tensor], Call]
+) -> dict[str, Callable[[], Call]]:
+    """For every variant what builds its call, all from the same weights, statistics and images."""
     model, images = build_float(setting), setting.images()
     with torch.no_grad():
-        for _ in range(20):  # a running average of a tenth a pass
+        for _ in range(STATISTICS):
             model(images)
 
     def maker(variant: str) -> Callable[[], Call]:
-        def make() -> Call:
-            built = BUILDERS[variant](copy.deepcopy(model), images).eval()
-            return torch.no_grad()(lambda: built(images))
-
-        return make
+        return lambda: call(BUILDERS[variant](copy.deepcopy(model), images), images)
 
     return {variant: maker(variant) for variant in variants}
 

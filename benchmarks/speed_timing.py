@@ -18,19 +18,12 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        rounds: at most so many.
-        seconds: no round starts after this time, once there are three.
-        warm_up: calls of every variant before the first round.
-        repeats: calls in a row that count as one measurement.
-    """
-
-    rounds: int = 15
-    seconds: float = 300.0
-    warm_up: int = 2
-    repeats: int = 1
+    rounds: int = 15  # at most
+    seconds: float = 300.0  # after which no round starts, once there are three
+    warm_up: int = 2  # calls of every variant before the first round
+    repeats: int = 1  # calls in a row that count as one measurement
 
 
 @dataclass(frozen=True)
@@ -55,14 +48,10 @@ class Contest:
 def contest(
     makers: Mapping[str, Callable[[], Call]], base: str, limits: Limits, wait: Callable[[], object] = lambda: None
 ) -> Contest:
-    """Build the variants, warm them up, and measure them in turns.
+    """Build the variants, warm them up, and measure them in turns, as ratios to the base, which must run.
 
-    Args:
-        makers: for every variant what builds its call. One that raises here or in its first calls is missing, with
-            the reason. A call may have a `problem()` that says after the last round what is wrong with its results.
-        base: the variant that the ratios refer to; it must run.
-        limits: how long.
-        wait: waits until the device has done what it was given.
+    Another one that raises when it is built or first called is missing, with the reason. A call may have a `problem()`
+    that says after the last round what is wrong with its results.
     """
     result = Contest()
     calls: dict[str, Call] = {}

@@ -35,19 +35,12 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Place:
-    """The multiply-accumulates of one layer, or of one matrix product between activations.
+    """The multiply-accumulates of one layer, or of one matrix product between activations."""
 
-    Attributes:
-        name: the module, or the scope and node of an operation in a graph, such as `encoder.self_attention.matmul_1`.
-        kind: the type of the layer, or the operator.
-        macs: multiply-accumulates for the example inputs.
-        integer: whether both operands are integers on a grid.
-    """
-
-    name: str
-    kind: str
+    name: str  # the module, or scope and node of an operation, such as encoder.self_attention.matmul_1
+    kind: str  # the type of the layer, or the operator
     macs: int
-    integer: bool
+    integer: bool  # whether both operands are integers on a grid
 
 
 @dataclass(frozen=True)
@@ -275,13 +268,8 @@ class _NamingInterpreter(fx.Interpreter):
 
 
 FACTORS: dict[Any, tuple[int, int]] = {
-    aten.mm: (0, 1),
-    aten.bmm: (0, 1),
-    aten.mv: (0, 1),
-    aten.addmm: (1, 2),
-    aten.addmv: (1, 2),
-    aten.baddbmm: (1, 2),
-    aten.convolution: (0, 1),
+    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.convolution), (0, 1)),
+    **dict.fromkeys((aten.addmm, aten.addmv, aten.baddbmm), (1, 2)),
 }
 """Operator to the positions of its two factors. Other operators are not single products and count as float work."""
 

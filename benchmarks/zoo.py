@@ -38,18 +38,11 @@ FILES = ("export", "runtime")
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one model may take.
+    """What one model may take."""
 
-    Attributes:
-        seconds: wall-clock time.
-        gib: resident memory; looked at several times a second, since CUDA builds of torch reserve address space that
-            they never use, which rules out a limit by the kernel.
-        threads: of torch.
-    """
-
-    seconds: float
-    gib: float
-    threads: int
+    seconds: float  # wall-clock time
+    gib: float  # resident memory: CUDA builds of torch reserve address space, which rules out a limit by the kernel
+    threads: int  # of torch
 
 
 def measured(name: str, bounds: Bounds, command: list[str]) -> dict[str, Any]:
@@ -110,11 +103,7 @@ def keep(row: dict[str, Any], results: Path) -> dict[str, Any]:
 
 
 def chosen(patterns: list[str], library: str = "torchvision") -> list[str]:
-    """The names of a library's models that fit one of the patterns.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The names of a library's models that fit one of the patterns; ValueError if there is none."""
     names = [name for family in (FAMILIES if library == "torchvision" else [library]) for name in names_of(family)]
     found = [name for name in names if any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in patterns)]
     if not found:

@@ -52,7 +52,8 @@ class Row:
         about = facts_of_run(("torch", family if family in NAMES else "torchvision", "onnxruntime"))
         self.path = path
         self.facts: dict[str, Any] = {"name": name, "steps": {}, **about}
-        self.facts["commit"] = subprocess.check_output(git, cwd=Path(__file__).parent, text=True).strip()
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+        self.facts["commit"] = commit.strip()
 
     @contextmanager
     def step(self, name: str) -> Iterator[dict[str, Any]]:

@@ -55,20 +55,13 @@ their score, for fresh weights are sure of nothing and the heads behind would se
 
 @dataclass
 class Case:
-    """A float model and what to run it on.
+    """A float model and what to run it on."""
 
-    Attributes:
-        model: in evaluation mode, its BatchNorm statistics fit to inputs like these.
-        inputs: a tuple of arguments of the model, or a mapping of keyword arguments.
-        targets: what a detection model wants besides in training, or None.
-        untrained: the modules that training does not run, or that no gradient reaches: YOLO's decoding of boxes, a
-            pooling whose result is dropped.
-    """
-
-    model: nn.Module
+    model: nn.Module  # in evaluation mode, its BatchNorm statistics fit to inputs like these
     inputs: Inputs
-    targets: list[dict[str, Tensor]] | None = None
+    targets: list[dict[str, Tensor]] | None = None  # what a detection model wants besides in training
     untrained: tuple[str, ...] = ()
+    """Modules that training does not run, or that no gradient reaches: YOLO's decoding of boxes, a dropped pooling."""
 
     @property
     def shapes(self) -> list[list[int]]:

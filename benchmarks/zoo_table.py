@@ -1,5 +1,6 @@
 """The zoo's results as tables for docs/zoo.md: a line a family, a line a model, and what makes a model green."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ def verdict(row: Row) -> str:
     return "green"
 
 
-def families_table(results: Path | None = None) -> str:
+def families_table() -> str:
     """One line a family: how many are measured, green, and do nearly all of their work on integers."""
-    rows = kept(results or results_of("torchvision"))
+    rows = kept(results_of("torchvision"))
     lines = []
     for family in FAMILIES:
         own = [row for row in rows if row["family"] == family]
@@ -47,43 +48,37 @@ def families_table(results: Path | None = None) -> str:
     return table(titles, lines) + _conditions(rows)
 
 
-def models_table(results: Path | None = None) -> str:
-    """One line a model."""
-    rows = kept(results or results_of("torchvision"))
+def models_table(library: str = "torchvision") -> str:
+    """One line a model, and how many of another library are one graph, in parts, and refused."""
+    rows = kept(results_of(library))
     titles = (
-        "model", "parameters", "input", "quantized layers", "integer work", "steps", "evaluation", "export",
+        "model", "as", "parameters", "input", "quantized layers", "integer work", "steps", "evaluation", "export",
         "ONNX Runtime", "verdict",
     )  # fmt: skip
-    return table(titles, [_cells(row) for family in FAMILIES for row in rows if row["family"] == family])
+    families = FAMILIES if library == "torchvision" else (library,)
+    models = table(titles, [_cells(row) for family in families for row in rows if row["family"] == family])
+    if library == "torchvision":
+        return models  # the families' table says the rest
+    counts = Counter(map(_way, rows))
+    said = ", ".join(f"{counts[way]} {way}" for way in ("whole", "in parts", "refused"))
+    return f"{models}\n{said}.\n{_conditions(rows)}"
 
 
-def library_table(library: str, results: Path | None = None) -> str:
-    """One line a model of another library, and how many are one graph, in parts, and refused."""
-    rows = kept(results or results_of(library))
-    counts = {"whole": 0, "in parts": 0, "refused": 0}
-    lines = []
-    for row in rows:
-        prepared = row["steps"].get("prepare", {})
-        kind = "refused" if not prepared.get("ok") else "whole" if prepared["whole"] else "in parts"
-        counts[kind] += 1
-        given, returned = (row["steps"].get(step, {}).get("result") for step in ("build", "evaluate"))
-        kind += f", returns {returned} for {given}" if returned != given and returned else ""
-        took = f"{prepared['seconds']:.1f} s" if "seconds" in prepared else ""
-        name, size, _, layers, work, train, evaluated, _, runtime, said = _cells(row)
-        lines.append((name.rpartition("/")[2], kind, took, size, layers, work, train, evaluated, runtime, said))
-    titles = (
-        f"model of {library}", "as", "prepare", "parameters", "quantized layers", "integer work", "steps",
-        "evaluation", "ONNX Runtime", "verdict",
-    )  # fmt: skip
-    said = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return f"{table(titles, lines)}\n{said}.\n{_conditions(rows)}"
+def _way(row: Row) -> str:
+    """How `prepare` took it: as one graph, in parts, or not at all."""
+    prepared = row["steps"].get("prepare", {})
+    if not prepared.get("ok"):
+        return "refused"
+    return {True: "whole", False: "in parts"}.get(prepared.get("whole"), "")
 
 
 def _cells(row: Row) -> list[str]:
     steps = row["steps"]
     shapes = [" x ".join(map(str, shape)) for shape in row.get("inputs", [])]
+    given, returned = (steps.get(step, {}).get("result") for step in ("build", "evaluate"))
     return [
-        row["name"],
+        row["name"].rpartition("/")[2],
+        _way(row) + (f", returns {returned} for {given}" if returned and returned != given else ""),
         f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "",
         f"{len(shapes)} of {shapes[0]}" if len(shapes) > 1 else "".join(shapes),
         str(steps.get("prepare", {}).get("quantized_layers", "")),

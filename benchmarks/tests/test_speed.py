@@ -11,7 +11,7 @@ from benchmarks import speed
 from benchmarks.kept import kept
 from benchmarks.speed_cases import BUILDERS, TITLES, TrainingStep
 from benchmarks.speed_memory import saved_bytes
-from benchmarks.speed_rows import keep, machine
+from benchmarks.speed_rows import keep
 from benchmarks.speed_table import NOTHING, in_short, speed_table
 from benchmarks.speed_timing import Limits, Timing, compared, contest, order
 
@@ -123,11 +123,3 @@ def test_a_table_has_ratios_what_is_missing_and_the_machine(tmp_path: Path) -> N
     said = in_short(out)
     assert "**0.90 to 0.90 of the time of a float step**; torch.ao FX and torchao PT2E take\n1.50 to 2.00" in said
     assert "A step with a single image takes 1.70 to 1.70." in said
-
-
-def test_the_machine_in_words(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nmodel name\t: A Processor 7\nflags\t\t: fpu avx512_vnni avx2\n\nprocessor : 1\n")
-    facts = machine(cpuinfo)
-    assert (facts["processor"], facts["flags"]) == ("A Processor 7", ["avx512_vnni"])
-    assert machine(tmp_path / "none")["flags"] == []

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import qat
 from benchmarks import zoo_case
-from benchmarks.kept import kept
 from benchmarks.work import Place
-from benchmarks.zoo import Bounds, chosen, keep, measured
+from benchmarks.zoo import Bounds, chosen, measured
 from benchmarks.zoo_models import FAMILIES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, beyond, gap, parts_of, same_largest
 from benchmarks.zoo_table import STEPS, verdict
@@ -156,14 +155,6 @@ def test_a_process_that_ends_early_is_a_row(code: str, bounds: Bounds, expected:
     failed = {expected.partition(":")[0]: {"ok": False, "reason": expected.partition(": ")[2]}}
     assert row["steps"] == reached | failed and "running" not in row
     assert (row["name"], row["family"], row["family_size"]) == ("resnet18", "classification", 80)
-
-
-def test_rows_are_kept_once_and_in_order(tmp_path: Path) -> None:
-    results = tmp_path / "results" / "zoo.jsonl"
-    for name, number in (("vgg11", 1), ("alexnet", 2), ("vgg11", 3)):
-        keep({"name": name, "number": number}, results)
-    assert kept(results) == [{"name": "alexnet", "number": 2}, {"name": "vgg11", "number": 3}]
-    assert kept(tmp_path / "nothing.jsonl") == []
 
 
 def test_the_verdict_is_the_first_thing_that_is_wrong() -> None:
