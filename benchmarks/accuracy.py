@@ -58,9 +58,6 @@ def paired(ours: np.ndarray, theirs: np.ndarray, truth: np.ndarray) -> tuple[flo
     """The difference of two accuracies on the same images and its standard error, both in points.
 
     With d = right - right' of an image, -1, 0 or 1: mean(d) and std(d) / sqrt(n).
-
-    >>> paired(np.array([1, 1, 0, 0]), np.array([1, 0, 0, 0]), np.array([1, 1, 1, 0]))
-    (25.0, 21.650635094610966)
     """
     difference = (ours == truth).astype(float) - (theirs == truth).astype(float)
     return 100 * float(difference.mean()), 100 * float(difference.std() / np.sqrt(len(truth)))

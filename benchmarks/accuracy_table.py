@@ -98,7 +98,12 @@ def _percent(values: list[float | None]) -> str:
 
 def _floats(found: list[Result]) -> str:
     """What float has: as given, and after the same epochs; and where the last row was measured."""
-    floats = list(dict.fromkeys(map(_float_of, found)))
+    floats = [
+        f"{each['what'].partition(',')[0]} {each['float']:.1f} %" if each.get("own_float")
+        else f"{each['float']:.1f} % as published"
+        for each in found
+    ]  # fmt: skip
+    floats = list(dict.fromkeys(floats))
     for each in found:
         if each["float_finetune"] is not None:
             how = f"for {each['epochs']} epochs as the recipe of {each['bits']} bits"
@@ -110,9 +115,3 @@ def _floats(found: list[Result]) -> str:
         f" thread{'s' * (machine['threads'] > 1)}; {machine.get('processor', 'CPU')};"
         f" last measured {last['date']} at {last['commit']}."
     )
-
-
-def _float_of(result: Result) -> str:
-    if not result.get("own_float"):
-        return f"{result['float']:.1f} % as published"
-    return f"{result['what'].partition(',')[0]} {result['float']:.1f} %"

@@ -63,8 +63,3 @@ class CifarResNet(nn.Module):
 def resnet20(num_classes: int = 10) -> CifarResNet:
     """ResNet-20: 0.27 million parameters."""
     return CifarResNet(3, num_classes)
-
-
-def resnet56(num_classes: int = 10) -> CifarResNet:
-    """ResNet-56: 0.85 million parameters."""
-    return CifarResNet(9, num_classes)

@@ -58,12 +58,6 @@ DOCUMENTS = tuple(
 )
 
 
-def run_table(name: str) -> str:
-    """The table of one kept summary, with the machine and the versions that it was measured on."""
-    summary = json.loads((RESULTS / f"{name}.json").read_text())
-    return "\n".join(report_lines(summary)) + "\n"
-
-
 def with_tables(document: str) -> str:
     """The document with every marked table made anew."""
     return MARKED.sub(lambda match: f"{match[1]}{table_of(match['name'])}<!-- end -->", document)
@@ -73,7 +67,8 @@ def table_of(name: str) -> str:
     """The Markdown between the marks: a table from the code or from measurements, or a run's summary as text."""
     if name in FROM_CODE:
         return FROM_CODE[name]()
-    return f"```\n{run_table(name)}```\n"
+    lines = report_lines(json.loads((RESULTS / f"{name}.json").read_text()))
+    return "\n".join(["```", *lines, "```", ""])
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import torch
 from benchmarks.kept import RESULTS
 from benchmarks.speed_cases import BUILDERS, Setting, TrainingStep, evaluation, makers
 from benchmarks.speed_memory import saved_bytes
-from benchmarks.speed_rows import Row, facts_of_run, keep, missing_rows, timing_rows
+from benchmarks.speed_rows import Row, facts_of_run, keep
 from benchmarks.speed_timing import Limits, contest, reason
 
 MODELS = ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16")
@@ -32,18 +32,21 @@ CASES = ("step", "evaluation", "memory")
 
 
 def measured(case: str, setting: Setting, variants: Sequence[str], limits: Limits) -> list[Row]:
-    """The rows of one comparison; float is its base."""
+    """The rows of one comparison, also of variants that did not run; float is its base."""
     if case == "memory":
-        return memory_rows(setting, variants)
-    if case == "evaluation":
-        built = makers(setting, [name for name in variants if name in ("float", "qat")], evaluation)
+        facts, missing = memory(setting, variants)
     else:
-        built = makers(setting, variants, TrainingStep)
-    return timing_rows(case, asdict(setting), "float", contest(built, "float", limits))
+        known = [name for name in variants if case == "step" or name in ("float", "qat")]
+        calls = makers(setting, known, TrainingStep if case == "step" else evaluation)
+        found = contest(calls, "float", limits)
+        facts, missing = {name: asdict(timing) for name, timing in found.timings.items()}, found.missing
+    about = {"case": case, **asdict(setting), "base": "float"}
+    rows = [{**about, "variant": name, **own} for name, own in facts.items()]
+    return rows + [{**about, "variant": name, "missing": why} for name, why in missing.items()]
 
 
-def memory_rows(setting: Setting, variants: Sequence[str]) -> list[Row]:
-    """The bytes that every variant keeps between forward and backward."""
+def memory(setting: Setting, variants: Sequence[str]) -> tuple[dict[str, Row], dict[str, str]]:
+    """The bytes that every variant keeps between forward and backward, and why others did not run."""
     saved: dict[str, int] = {}
     missing: dict[str, str] = {}
     for variant, make in makers(setting, variants, TrainingStep).items():
@@ -55,12 +58,8 @@ def memory_rows(setting: Setting, variants: Sequence[str]) -> list[Row]:
             if variant == "float":
                 raise
             missing[variant] = reason(error)
-    about = {"case": "memory", **asdict(setting), "base": "float"}
-    rows = [
-        {**about, "variant": variant, "saved_bytes": number, "ratio": number / saved["float"]}
-        for variant, number in saved.items()
-    ]
-    return rows + missing_rows("memory", asdict(setting), "float", missing)
+    ratios = {name: {"saved_bytes": number, "ratio": number / saved["float"]} for name, number in saved.items()}
+    return ratios, missing
 
 
 def said(row: Row) -> str:
@@ -73,8 +72,7 @@ def said(row: Row) -> str:
     return f"{start}{row['ratio']:.2f}{saves}{seconds}"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def main(arguments: list[str] | None = None) -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers = sorted({*BUILDERS} - {"float"})
     made.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
@@ -86,11 +84,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--threads", type=int, default=2, help="of torch")
     made.add_argument("--without", nargs="+", default=[], choices=peers, metavar="VARIANT", help=" ".join(peers))
     made.add_argument("--out", type=Path, default=RESULTS / "speed.jsonl", help="JSON lines; same comparisons go")
-    return made
-
-
-def main(arguments: list[str] | None = None) -> None:
-    given: Any = parser().parse_args(arguments)
+    given = made.parse_args(arguments)
     warnings.simplefilter("ignore")  # the peers' deprecations
     torch.set_num_threads(given.threads)
     variants = [name for name in BUILDERS if name not in given.without]

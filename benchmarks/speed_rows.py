@@ -13,14 +13,12 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kept import kept
-from benchmarks.speed_timing import Contest
 from qat.atomic_write import atomic_write
 
 Row = dict[str, Any]
@@ -64,21 +62,6 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 def facts_of_run(packages: Sequence[str] = PACKAGES) -> Row:
     """What every row of a run ends with; taken before measuring, so that `load` is that of others."""
     return {"versions": versions(packages), "machine": machine(), "date": time.strftime("%Y-%m-%d")}
-
-
-def timing_rows(case: str, about: Row, base: str, contest: Contest) -> list[Row]:
-    """A row for every variant of a contest, those that are missing too."""
-    rows = [
-        {"case": case, **about, "variant": variant, "base": base, **asdict(timing)}
-        for variant, timing in contest.timings.items()
-    ]
-    return rows + missing_rows(case, about, base, contest.missing)
-
-
-def missing_rows(case: str, about: Row, base: str, missing: dict[str, str]) -> list[Row]:
-    """Rows that say why there is no number."""
-    shared = {"case": case, **about, "base": base}
-    return [{**shared, "variant": variant, "missing": why} for variant, why in missing.items()]
 
 
 def keep(rows: Iterable[Row], results: Path) -> None:

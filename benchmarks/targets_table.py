@@ -23,23 +23,14 @@ def targets_table() -> str:
 def limits_table() -> str:
     """One row a target and tensor: the grids that a recipe may ask for."""
     titles = ("target", "tensor", "bits", "lowest integer", "signed", "symmetric", "granularity")
-    rows = [
-        (f"`{profile.name}`", tensor, *limit_cells(getattr(profile, f"{tensor}_limits")))
-        for profile in PROFILES.values()
-        for tensor in ("weight", "activation")
-    ]
+    rows = []
+    for profile in PROFILES.values():
+        for tensor in ("weight", "activation"):
+            limits: GridLimits = getattr(profile, f"{tensor}_limits")
+            ways = (" or ".join(map(shown, each)) for each in (limits.signed, limits.symmetric))
+            bits, granularities = f"at most {limits.most_bits}", ", ".join(limits.granularities)
+            rows.append((f"`{profile.name}`", tensor, bits, str(limits.lowest), *ways, granularities))
     return table(titles, rows)
-
-
-def limit_cells(limits: GridLimits) -> tuple[str, ...]:
-    """The limits of one tensor as they stand in a row."""
-    return (
-        f"at most {limits.most_bits}",
-        str(limits.lowest),
-        " or ".join(map(shown, limits.signed)),
-        " or ".join(map(shown, limits.symmetric)),
-        ", ".join(limits.granularities),
-    )
 
 
 def reasons_table() -> str:

@@ -75,13 +75,6 @@ def integer_work(model: nn.Module, example_inputs: Inputs) -> Work:
     by tensor as the model runs. Look-ups (embeddings) and elementwise operations do not count.
 
     Source: the formulas of torch.utils.flop_counter, halved; `FORMULAS` adds those that it lacks.
-
-    >>> from qat import prepare
-    >>> x = torch.randn(1, 3, 6, 6)
-    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)), example_inputs=x)
-    >>> work = integer_work(model, x)
-    >>> [(place.name, place.macs, place.integer) for place in work.places], work.share
-    ([('0', 1728, True), ('2', 128, True)], 1.0)
     """
     meter = _Meter()
     with (

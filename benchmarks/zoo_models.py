@@ -156,7 +156,7 @@ def _options(name: str, family: str) -> dict[str, Any]:
 
 def _inputs(name: str, family: str) -> tuple[Any, ...]:
     if family == "video":
-        frames, size = _clip(name)
+        frames, size = next((clip for start, clip in CLIPS.items() if name.startswith(start)), (8, 64))
         batch = 1 if name.startswith("mvit") else BATCH  # large, and without BatchNorm
         return (torch.randn(batch, 3, frames, size, size),)
     if family == "optical_flow":
@@ -183,10 +183,6 @@ def _targets(name: str) -> list[dict[str, Tensor]]:
 
 def _image_size(name: str) -> int:
     return next((size for start, size in IMAGE_SIZES.items() if name.startswith(start)), 64)
-
-
-def _clip(name: str) -> tuple[int, int]:
-    return next((clip for start, clip in CLIPS.items() if name.startswith(start)), (8, 64))
 
 
 @torch.no_grad()
