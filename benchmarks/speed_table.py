@@ -24,7 +24,7 @@ def speed_table(case: str, results: Path = CPU) -> str:
         cells = [_ratio(own[name]) if name in own else "" for name in variants]
         lines.append([subject_of(own["float"]), _base(own["float"]), *cells])
     reasons = dict.fromkeys(f"- {TITLES[row['variant']]} {row['missing']}" for row in rows if "missing" in row)
-    notes = [*reasons, *([""] if reasons else ()), *conditions(rows)]
+    notes = [*reasons, *([""] if reasons else ()), "\n\n".join(conditions(rows))]
     return "\n".join([table(["", TITLES["float"], *(TITLES[name] for name in variants)], lines), *notes]) + "\n"
 
 
