@@ -1,16 +1,14 @@
 """The site's API pages: a page a room, with the docstring of every public name whose definition stands in that room."""
 
-import importlib
 import inspect
 import re
 from types import ModuleType
 
-from benchmarks.reference_table import PLACES
+from benchmarks.reference_table import PLACES, public_names
 
 ROOMS = {
     "prepare": (
-        "Prepare and calibrate",
-        ("workflow", "calibration", "batch_norm", "switches", "preparation", "loading"),
+        "Prepare and calibrate", ("workflow", "calibration", "batch_norm", "switches", "preparation", "loading"),
     ),
     "recipe": ("Recipes and targets", ("recipe", "spec", "targets")),
     "quantizers": ("Quantizers", ("quantizer",)),
@@ -19,16 +17,10 @@ ROOMS = {
     "finetuning": ("Fine-tuning", ("finetuning",)),
     "post_training": ("Post-training steps", ("post_training",)),
     "analysis": ("Analysis", ("analysis",)),
-    "export": (
-        "Export",
-        (
-            "export",
-            "integers",
-        ),
-    ),
+    "export": ("Export", ("export", "integers")),
     "testing": ("Testing", ("testing",)),
     "kernels": ("Kernels", ("kernels",)),
-}
+}  # fmt: skip
 """File, title and modules of each page. A public name of a module that stands nowhere here is an error."""
 
 
@@ -44,18 +36,6 @@ def api_pages() -> dict[str, str]:
         f"api/{page}.md": f"# {title}\n\n" + "".join(map(_entry, dict.fromkeys(entries[page])))
         for page, (title, _) in ROOMS.items()
     }
-
-
-def public_names() -> dict[str, tuple[object, str]]:
-    """Every public name with its value and its package; a name that several packages offer has the first's."""
-    found: dict[str, tuple[object, str]] = {}
-    seen: set[str] = set()
-    for place in PLACES:
-        package = importlib.import_module(place)
-        names = [name for name in sorted(package.__all__, key=str.lower) if name not in seen]
-        seen.update(names)
-        found |= {f"{place}.{name}": (getattr(package, name), place) for name in names}
-    return found
 
 
 def _page_of(value: object, place: str) -> str:

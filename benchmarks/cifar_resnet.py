@@ -2,7 +2,7 @@
 
 Named so that published state dicts load: conv1, bn1, layer1 to layer3 of blocks conv1/bn1/conv2/bn2, linear.
 
-    python train.py --config benchmarks/resnet20_cifar10_w8a8.yaml data.root=... model.checkpoint=...
+    python train.py --config resnet20_cifar10_w4a4 data.root=... model.checkpoint=...
 """
 
 import torch
@@ -63,8 +63,3 @@ class CifarResNet(nn.Module):
 def resnet20(num_classes: int = 10) -> CifarResNet:
     """ResNet-20: 0.27 million parameters."""
     return CifarResNet(3, num_classes)
-
-
-def resnet56(num_classes: int = 10) -> CifarResNet:
-    """ResNet-56: 0.85 million parameters."""
-    return CifarResNet(9, num_classes)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from benchmarks.kept import table
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import Section
 
@@ -24,11 +25,8 @@ def config_table() -> str:
 
 def configs_table() -> str:
     """The shipped configs, with what the first lines of each say."""
-    rows = []
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        comment = first_sentence(path.read_text())
-        rows.append(f"| `{path.name}` | {comment} |")
-    return "\n".join(["| config | what it does |", "|---|---|", *rows]) + "\n"
+    rows = [(f"`{path.name}`", first_sentence(path.read_text())) for path in sorted(CONFIGS.glob("*.yaml"))]
+    return table(("config", "what it does"), rows)
 
 
 def first_sentence(text: str) -> str:
@@ -61,12 +59,12 @@ def _section(section: type[Section], paths: list[str]) -> str:
     more = f" It has the keys of {', '.join(base.__name__ for base in inherited)} too." if inherited else ""
     texts = _docstrings(section)
     rows = [
-        f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {texts.get(name, '')} |"
+        (f"`{name}`", _type(field.annotation), _default(field), texts.get(name, ""))
         for name, field in section.model_fields.items()
         if name in own
     ]
-    lines = [f"## {shown}", "", f"`{section.__name__}`: {about}{more}", ""]
-    return "\n".join([*lines, "| key | type | default | what it is |", "|---|---|---|---|", *rows]) + "\n"
+    said = table(("key", "type", "default", "what it is"), rows)
+    return f"## {shown}\n\n`{section.__name__}`: {about}{more}\n\n{said}"
 
 
 def _docstrings(section: type[Section]) -> dict[str, str]:

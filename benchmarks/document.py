@@ -13,82 +13,49 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, with_result
-from benchmarks.accuracy_table import rules_table as trained_rules_table
-from benchmarks.calibrated_rules import calibrated_table
 from benchmarks.config_table import config_table, configs_table
-from benchmarks.default_rule import rule_table
-from benchmarks.deployment_table import TABLES as DEPLOYMENT_TABLES
-from benchmarks.epoch import epoch_table
-from benchmarks.loading import loading_table
-from benchmarks.post_training import post_training_table, worth_table
+from benchmarks.gpu_steps import gpu_table
+from benchmarks.kept import RESULTS
 from benchmarks.reference_table import reference_table
 from benchmarks.reliability_table import fuzz_table, mutation_table
-from benchmarks.rules_table import rules_table
-from benchmarks.saturation_table import saturation_table
-from benchmarks.scaling import gradients_table, norms_table
-from benchmarks.self_check import self_check_table
+from benchmarks.rules_table import calibrated_table, rules_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
-from benchmarks.watch import table as watch_table
+from benchmarks.worth_table import post_training_table, worth_table
 from benchmarks.zoo_libraries import NAMES
-from benchmarks.zoo_table import families_table, library_table, models_table
+from benchmarks.zoo_table import families_table, models_table
 from qat.training.run.report import report_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (
-    "README.md",
-    "docs/index.md",
-    "docs/config.md",
-    "docs/curves.md",
-    "docs/deploying.md",
-    "docs/measurements.md",
-    "docs/reference.md",
-    "docs/reliability.md",
-    "docs/rules.md",
-    "docs/speed.md",
-    "docs/targets.md",
-    "docs/worth_it.md",
-    "docs/zoo.md",
-)
 FROM_CODE = {
     "accuracy": accuracy_table,
     "accuracy_in_short": accuracy_in_short,
     "accuracy_own_float": partial(accuracy_table, own_float=True),
-    "default_rules": trained_rules_table,
     "config": config_table,
     "configs": configs_table,
-    "epoch": epoch_table,
     "fuzz": fuzz_table,
-    "watch": watch_table,
     "mutation": mutation_table,
+    "speed_gpu": gpu_table,
     "models": model_table,
     "post_training": post_training_table,
     "worth": worth_table,
-    "loading": loading_table,
     "reference": reference_table,
     "rules": rules_table,
     "calibrated_rules": calibrated_table,
     "targets": targets_table,
     "target_limits": limits_table,
     "target_reasons": reasons_table,
-    "saturation": saturation_table,
-    "scaling_gradients": gradients_table,
-    "scaling_norms": norms_table,
-    "self_check": self_check_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
-    **{f"zoo_{library}": partial(library_table, library) for library in NAMES},
-    **DEPLOYMENT_TABLES,
+    **{f"zoo_{library}": partial(models_table, library) for library in NAMES},
     **SPEED_TABLES,
 }
 MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)
-
-
-def run_table(name: str) -> str:
-    """The table of one kept summary, with the machine and the versions that it was measured on."""
-    summary = json.loads((RESULTS / f"{name}.json").read_text())
-    return "\n".join(report_lines(summary)) + "\n"
+DOCUMENTS = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if MARKED.search(path.read_text())
+)
 
 
 def with_tables(document: str) -> str:
@@ -100,9 +67,8 @@ def table_of(name: str) -> str:
     """The Markdown between the marks: a table from the code or from measurements, or a run's summary as text."""
     if name in FROM_CODE:
         return FROM_CODE[name]()
-    if name.startswith("default_rule_"):
-        return rule_table(int(name.rpartition("_")[2]))
-    return f"```\n{run_table(name)}```\n"
+    lines = report_lines(json.loads((RESULTS / f"{name}.json").read_text()))
+    return "\n".join(["```", *lines, "```", ""])
 
 
 def main() -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.speed_cases import BUILDERS, Setting, build_float
 from benchmarks.speed_rows import Row
-from benchmarks.speed_step import Setting, build_float
 from benchmarks.speed_timing import reason
-from benchmarks.speed_variants import BUILDERS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("resnet50", "mobilenet_v2", "vit_b_16", "resnet18")

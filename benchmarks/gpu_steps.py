@@ -8,18 +8,20 @@ import copy
 import functools
 import gc
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gpu_parts import Bench
+from benchmarks.kept import RESULTS, table
+from benchmarks.speed_cases import BUILDERS, TrainingStep
 from benchmarks.speed_rows import Row
-from benchmarks.speed_step import TrainingStep
 from benchmarks.speed_timing import Limits, contest, reason
-from benchmarks.speed_variants import BUILDERS
 
 PRECISIONS = {"bf16": torch.bfloat16, "float32": None, "fp16": torch.float16}
 MODES = ("eager", "graphs")
@@ -118,3 +120,28 @@ def _built(bench: Bench, model: nn.Module, images: Tensor, mode: str, dtype: tor
         rise = torch.cuda.max_memory_allocated() - before
         step.facts |= {"peak_bytes": rise, "reserved_bytes": torch.cuda.memory_reserved() - held}
     return step
+
+
+def gpu_table(results: Path = RESULTS / "gpu.json") -> str:
+    """A line a model and precision: a step of float and of the quantized model, as they are and in CUDA graphs."""
+    about = json.loads(results.read_text())
+    steps = [row for row in about["rows"] if row["part"] == "steps" and row["ok"]]
+    kinds = [(mode, variant) for mode in MODES for variant in ("float", "qat")]
+    lines = []
+    for subject in dict.fromkeys((row["subject"], row["precision"], row["batch"]) for row in steps):
+        own: dict[tuple[str, str], Row] = {
+            (row["mode"], row["variant"]): row
+            for row in steps
+            if (row["subject"], row["precision"], row["batch"]) == subject
+        }
+        if own.keys() == set(kinds):
+            ratio, peak = (
+                own[mode, "qat"][key] / own[mode, "float"][key]
+                for mode, key in (("graphs", "seconds"), ("eager", "peak_bytes"))
+            )
+            cells = [f"{own[kind]['seconds'] * 1e3:.1f} ms" for kind in kinds]
+            lines.append([f"{subject[0]}, {subject[1]}, batch {subject[2]}", *cells, f"{ratio:.2f}", f"{peak:.2f}"])
+    titles = ["", *(f"{variant}, {mode}" for mode, variant in kinds), "qat / float, graphs", "memory"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    said = f"*memory*: the rise of an eager step, as a share of float's. {about['machine']['gpu']}; {versions}."
+    return f"{table(titles, lines, 1)}\n{said}\n"

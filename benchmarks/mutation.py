@@ -45,16 +45,9 @@ LIMIT = 240
 """Seconds for the tests of one mutation."""
 
 COMPARED = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.Is: "is not",
-    ast.IsNot: "is",
-}
-COMPARED |= {ast.In: "not in", ast.NotIn: "in"}
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
+    ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+}  # fmt: skip
 COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Mod: "*", ast.FloorDiv: "*", ast.Pow: "*"}
 JOINED = {ast.And: "or", ast.Or: "and"}
 
@@ -129,10 +122,8 @@ def score(room: str, number: int, jobs: int) -> tuple[list[dict[str, object]], l
         left_out = [name for name, sane in zip(files, passed, strict=True) if not sane]
         print("left out:", *left_out, flush=True)
         files = [name for name in files if name not in left_out]
-        numbered = enumerate(drawn)
-        return list(
-            pool.map(lambda item: _tried(item[1], files, finds, Path(scratch) / str(item[0])), numbered)
-        ), left_out
+        places = [Path(scratch) / str(number) for number in range(len(drawn))]
+        return list(pool.map(lambda each, place: _tried(each, files, finds, place), drawn, places)), left_out
 
 
 def candidates(folder: str) -> Iterator[Mutation]:

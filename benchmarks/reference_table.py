@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks.kept import table
+
 ROOT = Path(__file__).resolve().parents[1]
 
 PLACES = (
@@ -24,19 +26,31 @@ PLACES = (
 )
 """The packages whose `__all__` is public, in the order of the page."""
 
+TITLES = ("name", "what it is")
+
 
 def reference_table() -> str:
     """A section a package. A name that several of them offer stands in the first."""
-    seen: set[str] = set()
     sections = []
+    names = public_names()
+    for place in PLACES:
+        package = importlib.import_module(place)
+        own = [name.rpartition(".")[2] for name, (_, home) in names.items() if home == place]
+        rows = [(_call(package, name), _escaped(first_sentence(package, name))) for name in own]
+        sections.append(f"## {place}\n\n{_sentence_of(package.__doc__ or '')}\n\n{table(TITLES, rows)}")
+    return "\n" + "\n".join(sections) + "\n"
+
+
+def public_names() -> dict[str, tuple[object, str]]:
+    """Every public name with its value and its package; a name that several packages offer has the first's."""
+    found: dict[str, tuple[object, str]] = {}
+    seen: set[str] = set()
     for place in PLACES:
         package = importlib.import_module(place)
         names = [name for name in sorted(package.__all__, key=str.lower) if name not in seen]
         seen.update(names)
-        rows = [f"| {_call(package, name)} | {_escaped(first_sentence(package, name))} |" for name in names]
-        about = _sentence_of(package.__doc__ or "")
-        sections.append("\n".join([f"## {place}", "", about, "", "| name | what it is |", "|---|---|", *rows]) + "\n")
-    return "\n" + "\n".join(sections) + "\n"
+        found |= {f"{place}.{name}": (getattr(package, name), place) for name in names}
+    return found
 
 
 def first_sentence(package: ModuleType, name: str) -> str:

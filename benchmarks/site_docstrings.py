@@ -5,7 +5,7 @@ from typing import Any
 
 import griffe
 
-from benchmarks.api_pages import public_names
+from benchmarks.reference_table import public_names
 
 SECTION = re.compile(r"\w+:\n")
 FORMULA = re.compile(r"\S {3,}\S|\n +\S")

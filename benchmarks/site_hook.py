@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.api_pages import api_pages, public_names
+from benchmarks.api_pages import api_pages
+from benchmarks.reference_table import public_names
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 ROW = re.compile(r"^\| \[?(`(\w+).*?`)(?:\]\([^)]*\))? \|", re.MULTILINE)

@@ -1,230 +1,189 @@
-"""The cases of the speed benchmark: each measures comparisons and returns their rows."""
+"""What the speed benchmark times: one float model as it is, and made ready for quantization by this project and peers.
 
-import multiprocessing
-import os
-import statistics
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+Every builder takes a float model of its own and a batch of images, and returns a model in training mode. Peers are
+imported only when they are built, and used as their own documentation says, with 8-bit weights per output channel and
+8-bit activations per tensor.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
 
-from benchmarks.speed_alone import alone
-from benchmarks.speed_memory import held_bytes, peak_growth, step_saved_bytes
-from benchmarks.speed_operators import OPERATORS, SHAPES, operand
-from benchmarks.speed_rows import Row, missing_rows, timing_rows
-from benchmarks.speed_step import SIZES, Setting, build_float, build_step, step_makers
-from benchmarks.speed_timing import Limits, compared, contest, reason
-from benchmarks.speed_variants import BUILDERS
+from benchmarks.speed_timing import Call
 
-MODELS = ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16")
-BATCHES = {"resnet18": (16, 32)}
-GPU_BATCH, GPU_SIZE = 128, 224
-SCALING_BATCHES = (1, 4, 16, 32)
-SCALING_MODELS = ("resnet34", "wide_resnet50_2")
-FREED_STAYS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 28)}
-"""Memory that is freed stays with the process. Else it is luck whether the next tensor's pages come from the system, at
-three times what a kernel takes to write them; that says nothing about the kernel."""
-COLD_ROUNDS = 3
-"""A fresh process compiles from nothing; its time varies little next to what it takes."""
+Builder = Callable[[nn.Module, Tensor], nn.Module]
+
+CLASSES = 1000
+LEARNING_RATE = 1e-4
+STATISTICS = 5
+"""Passes that give BatchNorms the statistics of the images: without, answers of fresh networks fade in evaluation."""
+COLLECTED = 1
+"""Steps in which Brevitas collects statistics before its activation scales are parameters (300 by its default)."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the command line asks for.
+class Setting:
+    """What is run, on what."""
 
-    Attributes:
-        models: names in torchvision.
-        batches: instead of those of `BATCHES`, 16 for the others.
-        size: of the images, instead of 112 and `SIZES`.
-        layout: memory format.
-        threads: of torch, for processes of their own.
-        limits: how long.
-        without: variants that are left out.
-    """
+    subject: str  # the model's name in torchvision
+    batch: int = 16
+    size: int = 112  # height and width of the images
+    device: str = "cpu"
 
-    models: Sequence[str] = MODELS
-    batches: Sequence[int] | None = None
-    size: int | None = None
-    layout: str = "channels_last"
-    threads: int = 2
-    limits: Limits = field(default_factory=Limits)
-    without: Sequence[str] = ()
-
-    def settings(self, models: Sequence[str] | None = None, batches: Sequence[int] | None = None) -> Iterator[Setting]:
-        """What is trained on the CPU."""
-        for model in models or self.models:
-            for batch in batches or self.batches or BATCHES.get(model, (16,)):
-                yield Setting(model, batch, self.size or SIZES.get(model, 112), self.layout)
-
-    def among(self, variants: Sequence[str]) -> list[str]:
-        """Those that are not left out."""
-        return [variant for variant in variants if variant not in self.without]
+    def images(self) -> Tensor:
+        """A random batch."""
+        images = torch.randn(self.batch, 3, self.size, self.size, device=self.device)
+        return images.contiguous(memory_format=torch.channels_last)
 
 
-def wait_for(device: str) -> Callable[[], object]:
-    """What waits until the device is idle."""
-    return torch.cuda.synchronize if device == "cuda" else lambda: None
+class TrainingStep:
+    """Runs forward, cross entropy, backward and SGD with momentum; remembers the loss, and whether it stayed finite."""
+
+    def __init__(self, model: nn.Module, images: Tensor) -> None:
+        self.model = model
+        self.images = images
+        self.labels = torch.randint(CLASSES, (len(images),), device=images.device)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+        self.losses: list[Tensor] = []
+
+    def loss(self) -> Tensor:
+        """The forward half."""
+        return F.cross_entropy(self.model(self.images), self.labels)
+
+    def __call__(self) -> None:
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.detach())  # looked at later: reading it would wait for the device
+
+    def problem(self) -> str | None:
+        """What is wrong with the losses so far."""
+        losses = torch.stack(self.losses).float()
+        if losses.isfinite().all():
+            return None
+        first = int((~losses.isfinite()).nonzero()[0])
+        return f"fails: the loss of step {first + 1} is {float(losses[first])}"
 
 
-def op(plan: Plan, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Iterator[list[Row]]:
-    """Fake quantization of one tensor, forward and backward, against relu; in a process that keeps its memory."""
-    for kind, shape in shapes.items():
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            os.environ.update(FREED_STAYS)  # the new process reads it when it starts
-            try:
-                waiting = pool.submit(op_rows, kind, shape, plan)
-            finally:
-                for variable in FREED_STAYS:
-                    del os.environ[variable]
-            yield waiting.result()
+def build_float(setting: Setting) -> nn.Module:
+    """The float model with random weights, seed 0, on the device."""
+    torch.manual_seed(0)
+    size = {"image_size": setting.size} if setting.subject.startswith("vit_") else {}
+    model: nn.Module = torchvision.models.get_model(setting.subject, weights=None, num_classes=CLASSES, **size)
+    return model.to(setting.device, memory_format=torch.channels_last)
 
 
-def op_rows(kind: str, shape: tuple[int, ...], plan: Plan) -> list[Row]:
-    """One comparison of operators, in this process."""
-    warnings.simplefilter("ignore")  # the peers' deprecations
-    torch.set_num_threads(plan.threads)
-    given = operand(kind, shape, plan.layout)
-    makers = {name: _bind(OPERATORS[name], given) for name in plan.among(list(OPERATORS))}
-    about = {"subject": kind, "size": list(shape), "layout": plan.layout, "device": "cpu", "amp": "none"}
-    return timing_rows("op", about, "relu", contest(makers, "relu", replace(plan.limits, repeats=3)))
+def evaluation(model: nn.Module, images: Tensor) -> Call:
+    """What evaluates a batch without gradients."""
+    model.eval()
+    return torch.no_grad()(lambda: model(images))
 
 
-def step(plan: Plan) -> Iterator[list[Row]]:
-    """Whole training steps of this project and its peers."""
-    for setting in plan.settings():
-        yield step_rows("step", setting, plan.among(list(BUILDERS)), "float", plan.limits)
-
-
-def compiled(plan: Plan) -> Iterator[list[Row]]:
-    """The same under torch.compile, fullgraph, against the compiled float model."""
-    for setting in plan.settings():
-        yield step_rows("compiled", setting, ["float_compiled", "qat_compiled", "float"], "float_compiled", plan.limits)
-
-
-def scaling(plan: Plan) -> Iterator[list[Row]]:
-    """How the ratio depends on the batch, and on depth and width."""
-    for setting in (
-        *plan.settings(["resnet18"], plan.batches or SCALING_BATCHES),
-        *plan.settings(SCALING_MODELS, plan.batches or (16,)),
-    ):
-        yield step_rows("scaling", setting, ["float", "qat"], "float", plan.limits)
-
-
-def step_rows(case: str, setting: Setting, variants: Sequence[str], base: str, limits: Limits) -> list[Row]:
-    """One comparison of training steps."""
-    torch._dynamo.reset()  # as in a process that trains this model only
-    found = contest(step_makers(setting, variants), base, limits, wait_for(setting.device))
-    return timing_rows(case, setting.facts(), base, found)
-
-
-def memory(plan: Plan) -> Iterator[list[Row]]:
-    """Bytes that are kept for the backward, and the rise of a step's memory in a process of its own."""
-    for setting in plan.settings():
-        variants = plan.among([*BUILDERS, "float_compiled", "qat_compiled"])
-        yield memory_rows(setting, variants, lambda variant, setting=setting: _peak_alone(variant, setting, plan))
-
-
-def memory_rows(
-    setting: Setting, variants: Sequence[str], peak: Callable[[str], int | None] | None = None
-) -> list[Row]:
-    """One comparison of memory. `peak` measures the rise for a variant; without, it is measured here, after a step."""
-    torch._dynamo.reset()
+def makers(
+    setting: Setting, variants: Iterable[str], call: Callable[[nn.Module, Tensor], Call]
+) -> dict[str, Callable[[], Call]]:
+    """For every variant what builds its call, all from the same weights, statistics and images."""
     model, images = build_float(setting), setting.images()
-    bytes_of: dict[str, tuple[int, int, int | None]] = {}
-    missing: dict[str, str] = {}
-    for variant in variants:
-        try:
-            training = build_step(variant, model, images, setting.amp)
-            training()
-            training()  # compiled by now, and the optimizer has its momentum
-            saved = step_saved_bytes(training)
-            held = held_bytes(training.loss, setting.device)
-            bytes_of[variant] = (saved, held, peak(variant) if peak else peak_growth(training, setting.device))
-        except Exception as error:
-            if variant == "float":
-                raise
-            missing[variant] = reason(error)
-    saved_by_float, _, peak_of_float = bytes_of["float"]
-    rows = [
-        {
-            "case": "memory",
-            **setting.facts(),
-            "variant": variant,
-            "base": "float",
-            "saved_bytes": saved,
-            "held_bytes": held,
-            "ratio": saved / saved_by_float,
-            "peak_bytes": rise,
-            "peak_ratio": rise / peak_of_float if rise is not None and peak_of_float else None,
-        }
-        for variant, (saved, held, rise) in bytes_of.items()
-    ]
-    return rows + missing_rows("memory", setting.facts(), "float", missing)
+    with torch.no_grad():
+        for _ in range(STATISTICS):
+            model(images)
+
+    def maker(variant: str) -> Callable[[], Call]:
+        return lambda: call(BUILDERS[variant](copy.deepcopy(model), images), images)
+
+    return {variant: maker(variant) for variant in variants}
 
 
-def cold(plan: Plan) -> Iterator[list[Row]]:
-    """The first step of a fresh process with empty caches, and of the next one, which finds them filled."""
-    for setting in plan.settings(batches=plan.batches or (16,)):
-        yield cold_rows(setting, min(plan.limits.rounds, COLD_ROUNDS), plan.threads)
+def float_model(model: nn.Module, images: Tensor) -> nn.Module:
+    """As it is."""
+    return model.train()
 
 
-def cold_rows(setting: Setting, rounds: int, threads: int) -> list[Row]:
-    """One comparison of first steps; every round starts with empty caches."""
-    facts: dict[str, list[dict[str, Any]]] = {"float": [], "qat": [], "qat_kept": []}
-    missing: dict[str, str] = {}
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as caches:
-            for variant in [variant for variant in facts if variant not in missing]:
-                try:
-                    found = alone(variant.removesuffix("_kept"), setting, threads, Path(caches))
-                except Exception as error:
-                    if variant == "float":
-                        raise
-                    missing[variant] = reason(error)
-                else:
-                    facts[variant].append(found)
-    rows = [cold_row(setting, name, found, facts["float"]) for name, found in facts.items() if name not in missing]
-    return rows + missing_rows("cold", setting.facts(), "float", missing)
+def qat_model(model: nn.Module, images: Tensor) -> nn.Module:
+    """This project, with its defaults: every scale and zero point is learned."""
+    import qat
+
+    prepared = qat.prepare(model, example_inputs=images)
+    qat.calibrate(prepared, [images])
+    return prepared.train()
 
 
-def cold_row(setting: Setting, variant: str, found: list[dict[str, Any]], base: list[dict[str, Any]]) -> Row:
-    """Medians over the rounds; differences are to float in the same round, with and without what leads to the step."""
-    first, other = [row["first_step"] for row in found], [row["first_step"] for row in base]
-    ready = [row["preparation"] for row in found], [row["preparation"] for row in base]
-    return {
-        "case": "cold",
-        **setting.facts(),
-        "variant": variant,
-        "base": "float",
-        **asdict(compared(first, other)),
-        "difference": statistics.median(own - its for own, its in zip(first, other, strict=True)),
-        "difference_prepared": statistics.median(
-            a + b - c - d for a, b, c, d in zip(ready[0], first, ready[1], other, strict=True)
-        ),
-        "preparation": statistics.median(row["preparation"] for row in found),
-        "later_step": statistics.median(row["later_step"] for row in found),
-    }
+def ao_fx_model(model: nn.Module, images: Tensor) -> nn.Module:
+    """torch.ao's FX graph mode with the qconfig of the x86 engine: moving averages, no learned scale."""
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    prepared = prepare_qat_fx(model.train(), get_default_qat_qconfig_mapping("x86"), (images,))
+    assert isinstance(prepared, nn.Module)
+    return prepared.train()
 
 
-def _peak_alone(variant: str, setting: Setting, plan: Plan) -> int | None:
-    rise = alone(variant, setting, plan.threads, memory=True)["peak_growth"]
-    return None if rise is None else int(rise)
+def pt2e_model(model: nn.Module, images: Tensor) -> nn.Module:
+    """torchao's PT2E with the X86InductorQuantizer; strict export, since non-strict ones stumble over shared ReLUs."""
+    from torchao.quantization.pt2e import move_exported_model_to_train
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_qat_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    exported = torch.export.export(model.train(), (images,), strict=True).module(check_guards=False)
+    quantizer = x86.X86InductorQuantizer()
+    quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_qat=True))
+    prepared = prepare_qat_pt2e(exported, quantizer)
+    move_exported_model_to_train(prepared)  # an exported model refuses train()
+    return prepared
 
 
-def _bind(make: Callable[[Any], Any], given: Any) -> Callable[[], Any]:
-    return lambda: make(given)
+def brevitas_model(model: nn.Module, images: Tensor) -> nn.Module:
+    """Brevitas' convolutions and linear layers in place of the float ones, once their activation scales are learned."""
+    from brevitas.quant import Int8ActPerTensorFloat
+
+    activation = Int8ActPerTensorFloat.let(collect_stats_steps=COLLECTED)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) in (nn.Conv2d, nn.Linear):
+                setattr(module, name, _brevitas_layer(child, activation))
+    model.train()
+    with torch.no_grad():
+        for _ in range(COLLECTED + 1):
+            model(images)
+    return model
 
 
-CASES: dict[str, Callable[[Plan], Iterator[list[Row]]]] = {
-    "op": op,
-    "step": step,
-    "memory": memory,
-    "cold": cold,
-    "compiled": compiled,
-    "scaling": scaling,
+def _brevitas_layer(layer: nn.Conv2d | nn.Linear, activation: type) -> nn.Module:
+    """Its twin of a layer, with the same weights."""
+    import brevitas.nn as bnn
+    from brevitas.quant import Int8WeightPerChannelFloat
+
+    given: dict[str, Any] = {"weight_quant": Int8WeightPerChannelFloat, "input_quant": activation}
+    given["bias"] = layer.bias is not None
+    if isinstance(layer, nn.Linear):
+        twin = bnn.QuantLinear(layer.in_features, layer.out_features, **given)
+    else:
+        given |= {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
+        twin = bnn.QuantConv2d(layer.in_channels, layer.out_channels, layer.kernel_size, **given)
+    twin.load_state_dict(layer.state_dict(), strict=False)
+    return twin.to(memory_format=torch.channels_last) if isinstance(layer, nn.Conv2d) else twin
+
+
+BUILDERS: dict[str, Builder] = {
+    "float": float_model,
+    "qat": qat_model,
+    "ao_fx": ao_fx_model,
+    "pt2e": pt2e_model,
+    "brevitas": brevitas_model,
 }
+
+TITLES = {
+    "float": "float",
+    "qat": "qat",
+    "ao_fx": "torch.ao FX",
+    "pt2e": "torchao PT2E",
+    "brevitas": "Brevitas",
+}
+"""How tables call the variants; their order is that of the columns."""

@@ -5,41 +5,38 @@ versions and the date. A comparison that is measured again replaces its rows as 
 run only.
 """
 
-import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.speed_timing import Contest
+from benchmarks.kept import kept
 from qat.atomic_write import atomic_write
 
 Row = dict[str, Any]
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "torchvision", "torchao", "brevitas", "triton")
-COMPARISON = ("case", "subject", "batch", "size", "layout", "device", "amp")
-"""What rows of one comparison have in common."""
+COMPARISON = ("case", "subject", "batch", "size", "device")
+"""What rows of one comparison have in common, beside the processor and what it can do."""
 
 INTEGER_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp", "i8mm")
 """Flags of /proc/cpuinfo that say which integer and bf16 products the processor has."""
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Of Python and of the packages that are installed."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -62,43 +59,29 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     return facts
 
 
-def facts_of_run() -> Row:
+def facts_of_run(packages: Sequence[str] = PACKAGES) -> Row:
     """What every row of a run ends with; taken before measuring, so that `load` is that of others."""
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {"versions": versions(), "machine": machine(), "date": today}
+    return {"versions": versions(packages), "machine": machine(), "date": time.strftime("%Y-%m-%d")}
 
 
-def timing_rows(case: str, about: Row, base: str, contest: Contest) -> list[Row]:
-    """A row for every variant of a contest, those that are missing too."""
-    rows = [
-        {"case": case, **about, "variant": variant, "base": base, **asdict(timing)}
-        for variant, timing in contest.timings.items()
-    ]
-    return rows + missing_rows(case, about, base, contest.missing)
-
-
-def missing_rows(case: str, about: Row, base: str, missing: dict[str, str]) -> list[Row]:
-    """Rows that say why there is no number."""
-    return [
-        {"case": case, **about, "variant": variant, "base": base, "missing": why} for variant, why in missing.items()
-    ]
-
-
-def kept(results: Path) -> list[Row]:
-    """The rows so far."""
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-
-def keep(rows: Iterable[Row], results: Path, shared: Sequence[str] = COMPARISON) -> None:
+def keep(rows: Iterable[Row], results: Path) -> None:
     """Add rows; older ones of the same comparisons go."""
     fresh = list(rows)
-    measured = {comparison(row, shared) for row in fresh}
-    lines = [row for row in kept(results) if comparison(row, shared) not in measured] + fresh
+    measured = set(map(comparison, fresh))
+    lines = [row for row in kept(results) if comparison(row) not in measured] + fresh
     results.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(results) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
-def comparison(row: Row, shared: Sequence[str] = COMPARISON) -> str:
-    """What a row shares with those that it is compared with; text, since shapes are lists, which do not hash."""
-    return json.dumps([row.get(name) for name in shared])
+def comparison(row: Row) -> tuple[Any, ...]:
+    """What a row shares with those that it is compared with."""
+    return *(row[name] for name in COMPARISON), row["machine"]["processor"], *row["machine"]["flags"]
+
+
+def conditions_of(row: Row) -> str:
+    """The machine and the versions of a row, in words."""
+    machine = row["machine"]
+    flags = f" with {', '.join(machine['flags'])}" if machine["flags"] else ""
+    versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+    return f"{machine['processor']}{flags}, {machine['threads']} of {machine['cores']} threads; {versions}"

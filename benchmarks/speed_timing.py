@@ -18,39 +18,23 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        rounds: at most so many.
-        seconds: no round starts after this time, once there are three.
-        warm_up: calls of every variant before the first round.
-        repeats: calls in a row that count as one measurement.
-    """
-
-    rounds: int = 15
-    seconds: float = 300.0
-    warm_up: int = 2
-    repeats: int = 1
+    rounds: int = 15  # at most
+    seconds: float = 300.0  # after which no round starts, once there are three
+    warm_up: int = 2  # calls of every variant before the first round
+    repeats: int = 1  # calls in a row that count as one measurement
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One variant against the base.
-
-    Attributes:
-        seconds: median over the rounds, of one call.
-        ratio: median over the rounds of variant / base in that round.
-        low, high: smallest and largest ratio of a round.
-        rounds: how many there were.
-        warm_up: seconds of the calls before the first round, compilation included.
-    """
+    """One variant against the base: seconds of a call, medians over the rounds, and the extremes of the ratio."""
 
     seconds: float
     ratio: float
     low: float
     high: float
     rounds: int
-    warm_up: float = 0.0
 
 
 @dataclass
@@ -62,30 +46,18 @@ class Contest:
 
 
 def contest(
-    makers: Mapping[str, Callable[[], Call]],
-    base: str,
-    limits: Limits,
-    wait: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    makers: Mapping[str, Callable[[], Call]], base: str, limits: Limits, wait: Callable[[], object] = lambda: None
 ) -> Contest:
-    """Build the variants, warm them up, and measure them in turns.
+    """Build the variants, warm them up, and measure them in turns, as ratios to the base, which must run.
 
-    Args:
-        makers: for every variant what builds its call. One that raises here or in its first calls is missing, with
-            the reason. A call may have a `problem()` that says after the last round what is wrong with its results.
-        base: the variant that the ratios refer to; it must run.
-        limits: how long.
-        wait: waits until the device has done what it was given.
-        clock: seconds.
+    Another one that raises when it is built or first called is missing, with the reason. A call may have a `problem()`
+    that says after the last round what is wrong with its results.
     """
     result = Contest()
     calls: dict[str, Call] = {}
-    warm_up: dict[str, float] = {}
     for name, maker in makers.items():
         try:
             call = maker()
-            wait()
-            started = clock()
             for _ in range(limits.warm_up):
                 call()
             wait()
@@ -94,15 +66,12 @@ def contest(
                 raise
             result.missing[name] = reason(error)
         else:
-            calls[name], warm_up[name] = call, clock() - started
-    seconds, broken = interleaved(calls, limits, wait, clock)
-    if base in broken:
-        raise broken[base]
-    result.missing |= {name: reason(error) for name, error in broken.items()}
-    for name in seconds:
-        problem = getattr(calls[name], "problem", lambda: None)()
+            calls[name] = call
+    seconds = interleaved(calls, limits, wait)
+    for name, call in calls.items():
+        problem = getattr(call, "problem", lambda: None)()
         if problem is None:
-            result.timings[name] = compared(seconds[name], seconds[base], warm_up[name])
+            result.timings[name] = compared(seconds[name], seconds[base])
         elif name == base:
             raise ArithmeticError(f"{base}: {problem}")
         else:
@@ -110,43 +79,28 @@ def contest(
     return result
 
 
-def interleaved(
-    calls: Mapping[str, Call], limits: Limits, wait: Callable[[], object], clock: Callable[[], float]
-) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Seconds of one call, a list over rounds for every variant; and the errors of those that broke down on the way."""
-    names = list(calls)
-    broken: dict[str, Exception] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    collecting = gc.isenabled()
+def interleaved(calls: Mapping[str, Call], limits: Limits, wait: Callable[[], object]) -> dict[str, list[float]]:
+    """Seconds of one call, a list over rounds for every variant."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     gc.disable()  # else one variant pays for the garbage of the others
     gc.freeze()  # what is there already need not be looked through after every round
-    began = clock()
+    began = time.perf_counter()
     try:
         for number in range(limits.rounds):
-            if number >= 3 and clock() - began > limits.seconds:
+            if number >= 3 and time.perf_counter() - began > limits.seconds:
                 break
-            for name in order(names, number):
-                if name in broken:
-                    continue
-                try:
-                    seconds[name].append(_seconds(calls[name], limits.repeats, wait, clock))
-                except Exception as error:
-                    broken[name] = error
+            for name in order(list(calls), number):
+                wait()
+                started = time.perf_counter()
+                for _ in range(limits.repeats):
+                    calls[name]()
+                wait()
+                seconds[name].append((time.perf_counter() - started) / limits.repeats)
             gc.collect()
     finally:
         gc.unfreeze()
-        if collecting:
-            gc.enable()
-    return {name: own for name, own in seconds.items() if name not in broken}, broken
-
-
-def _seconds(call: Call, repeats: int, wait: Callable[[], object], clock: Callable[[], float]) -> float:
-    wait()
-    started = clock()
-    for _ in range(repeats):
-        call()
-    wait()
-    return (clock() - started) / repeats
+        gc.enable()
+    return seconds
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
@@ -159,10 +113,10 @@ def order(names: Sequence[str], number: int) -> list[str]:
     return rotated[::-1] if turns % 2 else rotated
 
 
-def compared(seconds: Sequence[float], base: Sequence[float], warm_up: float = 0.0) -> Timing:
+def compared(seconds: Sequence[float], base: Sequence[float]) -> Timing:
     """The medians, and the extremes of the ratio. Both sequences hold the same rounds."""
     ratios = [own / other for own, other in zip(seconds, base, strict=True)]
-    return Timing(statistics.median(seconds), statistics.median(ratios), min(ratios), max(ratios), len(ratios), warm_up)
+    return Timing(statistics.median(seconds), statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
 
 def reason(error: BaseException) -> str:

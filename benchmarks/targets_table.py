@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.kept import table
 from qat.targets import PROFILES
 from qat.targets.profile import GridLimits, TargetProfile
 
@@ -16,29 +17,20 @@ def targets_table() -> str:
         )
         for profile in PROFILES.values()
     ]  # fmt: skip
-    return markdown(titles, rows)
+    return table(titles, rows)
 
 
 def limits_table() -> str:
     """One row a target and tensor: the grids that a recipe may ask for."""
     titles = ("target", "tensor", "bits", "lowest integer", "signed", "symmetric", "granularity")
-    rows = [
-        (f"`{profile.name}`", tensor, *limit_cells(getattr(profile, f"{tensor}_limits")))
-        for profile in PROFILES.values()
-        for tensor in ("weight", "activation")
-    ]
-    return markdown(titles, rows)
-
-
-def limit_cells(limits: GridLimits) -> tuple[str, ...]:
-    """The limits of one tensor as they stand in a row."""
-    return (
-        f"at most {limits.most_bits}",
-        str(limits.lowest),
-        " or ".join(map(shown, limits.signed)),
-        " or ".join(map(shown, limits.symmetric)),
-        ", ".join(limits.granularities),
-    )
+    rows = []
+    for profile in PROFILES.values():
+        for tensor in ("weight", "activation"):
+            limits: GridLimits = getattr(profile, f"{tensor}_limits")
+            ways = (" or ".join(map(shown, each)) for each in (limits.signed, limits.symmetric))
+            bits, granularities = f"at most {limits.most_bits}", ", ".join(limits.granularities)
+            rows.append((f"`{profile.name}`", tensor, bits, str(limits.lowest), *ways, granularities))
+    return table(titles, rows)
 
 
 def reasons_table() -> str:
@@ -48,7 +40,7 @@ def reasons_table() -> str:
         for profile in PROFILES.values()
         for key, reason in profile.reasons.items()
     ]
-    return markdown(("target", "field", "choice", "because", "source"), rows)
+    return table(("target", "field", "choice", "because", "source"), rows)
 
 
 def choice(profile: TargetProfile, key: str) -> str:
@@ -79,9 +71,3 @@ def linked(source: str) -> str:
         page = path.rstrip("/").rpartition("/")[2]
         return f"[{host}: {page}]({source})"
     return f"[{source}](../{source})" if source.endswith(".md") else source or "this library"
-
-
-def markdown(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table."""
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines) + "\n"

@@ -1,15 +1,16 @@
 """`integer_work`: which share of a prepared model's multiply-accumulates runs on integers, and where the rest runs."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import flop_registry
 
-from benchmarks.work_operators import FACTORS, macs_of, moves_values
 from qat.contexts import evaluating
 from qat.graph.nodes import scope_of
 from qat.graph.patches import without_fast_path
@@ -17,24 +18,29 @@ from qat.inputs import Inputs, call_model
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
-from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
+from qat.torch_internals import (
+    BILINEAR_OPERATOR,
+    CPU_ATTENTION_OPERATOR,
+    CUDNN_RECURRENT_OPERATOR,
+    TorchDispatchMode,
+    pytree,
+    storage_id,
+    writes_to_arguments,
+)
+
+aten = torch.ops.aten
+
+Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The multiply-accumulates of one layer, or of one matrix product between activations.
+    """The multiply-accumulates of one layer, or of one matrix product between activations."""
 
-    Attributes:
-        name: the module, or the scope and node of an operation in a graph, such as `encoder.self_attention.matmul_1`.
-        kind: the type of the layer, or the operator.
-        macs: multiply-accumulates for the example inputs.
-        integer: whether both operands are integers on a grid.
-    """
-
-    name: str
-    kind: str
+    name: str  # the module, or scope and node of an operation, such as encoder.self_attention.matmul_1
+    kind: str  # the type of the layer, or the operator
     macs: int
-    integer: bool
+    integer: bool  # whether both operands are integers on a grid
 
 
 @dataclass(frozen=True)
@@ -65,24 +71,10 @@ def integer_work(model: nn.Module, example_inputs: Inputs) -> Work:
 
     A quantized layer works on integers if it quantizes its input itself, or is given the quantizer of an input that
     lies on its grid, and if both rules have integers. A product of activations does if both factors lie on grids. A
-    tensor lies on a grid if it comes from a quantizer through operations that only move values. This is followed tensor
-    by tensor as the model runs, so it works for traced graphs, for models prepared in parts and for layers that compute
-    attention themselves. A fused scaled_dot_product_attention is float work: its probabilities are on no grid.
-    Look-ups (embeddings) and elementwise operations do not count.
+    tensor lies on a grid if it comes from a quantizer through operations that only move values; this is followed tensor
+    by tensor as the model runs. Look-ups (embeddings) and elementwise operations do not count.
 
-    Args:
-        model: a prepared model, or any module that holds quantized layers, calibrated or not; it runs once, in
-            evaluation mode and without gradients.
-        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-
-    Source: the formulas of torch.utils.flop_counter, halved; `work_operators.py` adds the missing ones.
-
-    >>> from qat import prepare
-    >>> x = torch.randn(1, 3, 6, 6)
-    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)), example_inputs=x)
-    >>> work = integer_work(model, x)
-    >>> [(place.name, place.macs, place.integer) for place in work.places], work.share
-    ([('0', 1728, True), ('2', 128, True)], 1.0)
+    Source: the formulas of torch.utils.flop_counter, halved; `FORMULAS` adds those that it lacks.
     """
     meter = _Meter()
     with (
@@ -118,10 +110,6 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = func.overloadpacket
-        with self:  # in inference mode composite operators arrive undecomposed
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
         result = func(*args, **kwargs)
         macs = macs_of(operator, args, kwargs, result)
         if macs:
@@ -270,3 +258,75 @@ class _NamingInterpreter(fx.Interpreter):
             return super().run_node(n)
         finally:
             self.meter.running.pop()
+
+
+FACTORS: dict[Any, tuple[int, int]] = {
+    **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.convolution), (0, 1)),
+    **dict.fromkeys((aten.addmm, aten.addmv, aten.baddbmm), (1, 2)),
+}
+"""Operator to the positions of its two factors. Other operators are not single products and count as float work."""
+
+_MOVING = (
+    "clone", "roll", "flip", "repeat", "index", "index_select", "gather", "im2col", "unfold_copy",
+    "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle",
+    "max_pool2d", "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d",
+)  # fmt: skip
+MOVING = frozenset(getattr(aten, name) for name in _MOVING)
+"""Operators that copy values of their first argument into new memory; views share memory and are not listed."""
+
+
+def moves_values(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether every value of the result is one of the first argument's values, or 0, which is on every grid."""
+    if operator is aten.constant_pad_nd:
+        return bool((args[2] if len(args) > 2 else kwargs.get("value", 0)) == 0)
+    return operator in MOVING
+
+
+def macs_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Multiply-accumulates of one call: by the formulas here, or half of torch's floating-point operations."""
+    own = FORMULAS.get(operator)
+    if own is not None:
+        return own(*pytree.tree_map_only(Tensor, lambda tensor: tensor.shape, tuple(args)))
+    if operator is _deformable_convolution():
+        return int(result.numel() * args[1][0].numel())  # the interpolation is not counted
+    known = flop_registry.get(operator)
+    return 0 if known is None else int(known(*args, **kwargs, out_val=result)) // 2
+
+
+def _deformable_convolution() -> Any:
+    """torchvision's operator; None unless torchvision was imported."""
+    return getattr(torch.ops.torchvision, "deform_conv2d", None)
+
+
+def _bilinear(first: Shape, weight: Shape, *_: Any) -> int:
+    """x1 (rows, in1), weight (out, in1, in2): every row of x1 is multiplied by the whole weight."""
+    rows: int = math.prod(first) // weight[-2]
+    return rows * math.prod(weight)
+
+
+def _mkldnn_recurrent(x: Shape, input_weight: Shape, hidden_weight: Shape, *_: Any) -> int:
+    """One layer and direction."""
+    return math.prod(x[:-1]) * (math.prod(input_weight) + math.prod(hidden_weight))
+
+
+def _recurrent(x: Shape, weights: Sequence[Shape], *_: Any) -> int:
+    """All layers and directions: every step of every sample is multiplied by every matrix."""
+    return math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *_: Any) -> int:
+    """query (..., L, E), key (..., S, E), value (..., S, V): L x S x E for the scores, L x S x V for the result."""
+    return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {
+    aten.mv: lambda matrix, vector: math.prod(matrix),
+    aten.addmv: lambda bias, matrix, vector: math.prod(matrix),
+    BILINEAR_OPERATOR: _bilinear,
+    aten.mkldnn_rnn_layer: _mkldnn_recurrent,
+    CUDNN_RECURRENT_OPERATOR: _recurrent,
+    CPU_ATTENTION_OPERATOR: _attention,
+}
+"""Operator to its multiply-accumulates, from the shapes of its arguments, where flop_counter counts 0."""

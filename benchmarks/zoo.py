@@ -17,13 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kept import kept
 from benchmarks.zoo_models import FAMILIES, NAMES, family_of, names_of
-from benchmarks.zoo_table import kept, results_of, verdict
+from benchmarks.zoo_table import results_of, verdict
 from qat.atomic_write import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,80 +38,54 @@ FILES = ("export", "runtime")
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one model may take.
+    """What one model may take."""
 
-    Attributes:
-        seconds: wall-clock time.
-        gib: resident memory; looked at several times a second, since CUDA builds of torch reserve address space that
-            they never use, which rules out a limit by the kernel.
-        threads: of torch.
-    """
-
-    seconds: float
-    gib: float
-    threads: int
+    seconds: float  # wall-clock time
+    gib: float  # resident memory: CUDA builds of torch reserve address space, which rules out a limit by the kernel
+    threads: int  # of torch
 
 
-class Child:
-    """A process that measures one model, or another command that writes a row."""
+def measured(name: str, bounds: Bounds, command: list[str]) -> dict[str, Any]:
+    """What a process says of one model; if it ended early, with the step in which it did, and why."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "row.json", Path(folder) / "log"
+        why = _run([*command, "--threads", str(bounds.threads), "--row", str(path)], bounds, log)
+        facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"steps": {}}
+    if why is not None:
+        facts["steps"][facts.pop("running", "build")] = {"ok": False, "reason": why}
+    family = family_of(name)
+    about = {"name": name, "family": family, "family_size": len(names_of(family))}
+    return {**about, **facts, "seconds": round(time.monotonic() - started, 1)}
 
-    def __init__(self, name: str, bounds: Bounds, folder: Path, command: list[str]) -> None:
-        self.name = name
-        self.bounds = bounds
-        self.row_path = folder / f"{name.replace('/', '_')}.json"
-        self.log = self.row_path.with_suffix(".log")
-        threads = str(bounds.threads)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--threads", threads, "--row", str(self.row_path)],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": threads},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        self.started = time.monotonic()
-        self.stopped_because: str | None = None
 
-    def running(self) -> bool:
-        """Whether it still runs; stops it if it is over its bounds."""
-        if self.process.poll() is not None:
-            return False
-        if time.monotonic() - self.started > self.bounds.seconds:
-            self.stopped_because = f"took more than {self.bounds.seconds:g} s"
-        elif resident_gib(self.process.pid) > self.bounds.gib:
-            self.stopped_because = f"took more than {self.bounds.gib:g} GiB"
-        if self.stopped_because is None:
-            return True
-        self.process.kill()
-        self.process.wait()
-        return False
-
-    def row(self) -> dict[str, Any]:
-        """What it wrote; if it ended early, with the step in which it did."""
-        facts: dict[str, Any] = json.loads(self.row_path.read_text()) if self.row_path.exists() else {"steps": {}}
-        why = self.stopped_because
-        if why is None and self.process.returncode != 0:
-            last = ([line for line in self.log.read_text().splitlines() if line.strip()] or ["nothing said"])[-1]
-            code = self.process.returncode
-            why = f"ended by signal {-code}" if code < 0 else f"ended with status {code}: {last[:200]}"
-        if why is not None:
-            facts["steps"][facts.pop("running", "build")] = {"ok": False, "reason": why}
-        family = family_of(self.name)
-        return {
-            "name": self.name,
-            "family": family,
-            "family_size": len(names_of(family)),
-            **facts,
-            "seconds": round(time.monotonic() - self.started, 1),
-        }
+def _run(command: list[str], bounds: Bounds, log: Path) -> str | None:
+    """Why a process ended early, or was stopped; None if all went well."""
+    ends = time.monotonic() + bounds.seconds
+    environment = {**os.environ, "OMP_NUM_THREADS": str(bounds.threads)}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while process.poll() is None:
+            if time.monotonic() > ends:
+                return f"took more than {bounds.seconds:g} s"
+            if resident_gib(process.pid) > bounds.gib:
+                return f"took more than {bounds.gib:g} GiB"
+            time.sleep(POLL_SECONDS)
+    finally:
+        process.kill()
+        code = process.wait()
+    last = ([line for line in log.read_text().splitlines() if line.strip()] or ["nothing said"])[-1]
+    if code < 0:
+        return f"ended by signal {-code}"
+    return f"ended with status {code}: {last[:200]}" if code else None
 
 
 def resident_gib(process: int) -> float:
     """Memory that a process holds; 0 once it has ended."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError, IndexError):
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * PAGE / 2**30
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return 0.0
+    return 0.0
 
 
 def keep(row: dict[str, Any], results: Path) -> dict[str, Any]:
@@ -125,34 +102,8 @@ def keep(row: dict[str, Any], results: Path) -> dict[str, Any]:
     return row
 
 
-def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path, exports: bool = True) -> None:
-    """Measure the models, `jobs` at a time, and keep every row as soon as it is there."""
-    waiting, children = list(names), list[Child]()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            while waiting or children:
-                while waiting and len(children) < jobs:
-                    name = waiting.pop(0)
-                    command = [sys.executable, "-m", "benchmarks.zoo_case", name]
-                    children.append(Child(name, bounds, Path(folder), command + ["--without-export"] * (not exports)))
-                for child in [child for child in children if not child.running()]:
-                    children.remove(child)
-                    row = child.row()
-                    row = keep(row, results)
-                    print(f"{row['name']}: {verdict(row)} ({row['seconds']:.0f} s)", flush=True)
-                time.sleep(POLL_SECONDS)
-        finally:
-            for child in children:
-                child.process.kill()
-                child.process.wait()
-
-
 def chosen(patterns: list[str], library: str = "torchvision") -> list[str]:
-    """The names of a library's models that fit one of the patterns.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The names of a library's models that fit one of the patterns; ValueError if there is none."""
     names = [name for family in (FAMILIES if library == "torchvision" else [library]) for name in names_of(family)]
     found = [name for name in names if any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in patterns)]
     if not found:
@@ -174,9 +125,17 @@ def main() -> None:
     given = parser.parse_args()
     results = given.results or results_of(given.library)
     done = set() if given.again else {row["name"] for row in kept(results)}
-    names = [name for name in chosen(given.only, given.library) if name not in done]
     bounds = Bounds(given.seconds, given.gib, given.threads)
-    measure_all(names, bounds, given.jobs, results, not given.without_export)
+    case = [sys.executable, "-m", "benchmarks.zoo_case"]
+    more = ["--without-export"] * given.without_export
+    with ThreadPoolExecutor(given.jobs) as pool:
+        names = [name for name in chosen(given.only, given.library) if name not in done]
+        try:
+            for row in as_completed([pool.submit(measured, name, bounds, [*case, name, *more]) for name in names]):
+                found = keep(row.result(), results)
+                print(f"{found['name']}: {verdict(found)} ({found['seconds']:.0f} s)", flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ step that fails is a row that says why; the steps that need it are left out.
 """
 
 import argparse
-import importlib.metadata
 import json
 import math
-import platform
 import re
 import resource
 import subprocess
@@ -26,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from benchmarks.speed_rows import machine
+from benchmarks.speed_rows import facts_of_run
 from benchmarks.work import Place, integer_work
 from benchmarks.zoo_evaluation import copies, evaluation, refusals, result_of
-from benchmarks.zoo_models import NAMES, Case, build, family_of, names_of
+from benchmarks.zoo_models import NAMES, Case, build, family_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.atomic_write import atomic_write
 from qat.inputs import Inputs
@@ -51,20 +49,11 @@ class Row:
 
     def __init__(self, name: str, path: Path) -> None:
         family, git = family_of(name), ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-        packages = ("torch", family if family in NAMES else "torchvision", "onnxruntime")
+        about = facts_of_run(("torch", family if family in NAMES else "torchvision", "onnxruntime"))
         self.path = path
-        self.facts: dict[str, Any] = {
-            "name": name,
-            "family": family,
-            "family_size": len(names_of(family)),
-            "steps": {},
-            "versions": {"python": platform.python_version()}
-            | {package: importlib.metadata.version(package) for package in packages},
-            "machine": machine(),
-            "date": time.strftime("%Y-%m-%d"),
-            "commit": commit,
-        }
+        self.facts: dict[str, Any] = {"name": name, "steps": {}, **about}
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+        self.facts["commit"] = commit.strip()
 
     @contextmanager
     def step(self, name: str) -> Iterator[dict[str, Any]]:
@@ -107,7 +96,8 @@ def measure(name: str, path: Path, exports: bool = True) -> dict[str, Any]:
     with row.step("prepare") as facts:
         model = qat.prepare(case.model, example_inputs=case.inputs)
         del case.model  # the largest ones do not fit memory twice
-        facts |= counts(model)
+        facts["quantized_layers"] = sum(isinstance(module, QuantLayer) for module in model.modules())
+        facts["whole"] = "" in prepared_parts(model)
     if not row.passed("prepare"):
         return row.facts
     with tempfile.TemporaryDirectory() as folder:
@@ -144,25 +134,6 @@ def _measure(row: Row, case: Case, model: nn.Module, folder: Path, exports: bool
             facts |= agreement(files)
 
 
-def counts(model: nn.Module) -> dict[str, Any]:
-    """How much of a prepared model is quantized, and the reasons for what is not."""
-    modules = list(model.modules())
-    parts = prepared_parts(model)
-    reasons: dict[str, list[str]] = {}
-    for name, why in noted(model, LEFT_IN_FLOAT).items():
-        reasons.setdefault(why, []).append(name)
-    return {
-        "quantized_layers": sum(isinstance(module, QuantLayer) for module in modules),
-        "activation_quantizers": sum(isinstance(m, Quantizer) and m.role == "activation" for m in modules),
-        "outside_graphs": sum(
-            isinstance(module, QuantLayer) and not any(not part or name.startswith(f"{part}.") for part in parts)
-            for name, module in model.named_modules()
-        ),
-        "whole": "" in parts,
-        "left_in_float": {why: {"count": len(names), "first": names[0]} for why, names in reasons.items()},
-    }
-
-
 def work_facts(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     """The share of integer work, and the largest places in float with their reasons; first those without one."""
     work = integer_work(model, inputs)
@@ -173,7 +144,6 @@ def work_facts(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     return {
         "macs": work.total,
         "share": work.share,
-        "places": len(work.places),
         "in_float": [[place.name, place.kind, place.macs, why] for place, why in named[:8]],
         "unexplained": sum(why is None for _, why in named),
     }
@@ -214,14 +184,8 @@ def train(model: nn.Module, case: Case) -> dict[str, Any]:
         broken |= _not_finite({name: parameter.grad for name, parameter in learned.items()})
         optimizer.step()
     broken |= _not_finite(dict(model.named_parameters()))
-    facts: dict[str, Any] = {
-        "losses": losses,
-        "quantizer_parameters": len(learned),
-        "untrained": list(case.untrained),
-        "without_gradient": list(missing),
-        "not_finite": list(broken),
-        "ok": not missing and not broken and all(map(math.isfinite, losses)),
-    }
+    facts: dict[str, Any] = {"losses": losses, "without_gradient": list(missing), "not_finite": list(broken)}
+    facts["ok"] = not missing and not broken and all(map(math.isfinite, losses))
     if not facts["ok"]:
         first = next(iter([*broken, *missing]), "the loss")
         facts["reason"] = (
@@ -249,11 +213,7 @@ def export(
             files.append((part, path))
         except Exception as error:
             failed.append(f"{part.name}: {reason(error)}" if part.name else reason(error))
-    facts |= {
-        "parts": len(parts),
-        "bytes": sum(path.stat().st_size for _, path in files),
-        "ok": bool(parts) and not failed,
-    }
+    facts |= {"parts": len(parts), "ok": bool(parts) and not failed}
     if not facts["ok"]:
         facts["reason"] = failed[0] if failed else "no part of the model ran"
 

@@ -10,31 +10,19 @@ from qat.inputs import Inputs
 IMAGE_SIZE = 64
 FEATURES = "_features"
 
+AS_THEY_COME = (
+    "resnet18", "regnetx_002", "regnety_002", "mobilenetv1_100", "mobilenetv2_100", "mobilenetv3_small_100",
+    "mobilenetv4_conv_small", "mobilenetv4_hybrid_medium", "efficientnet_b0", "efficientnet_lite0", "mnasnet_small",
+    "ghostnet_100", "repvgg_a0", "mobileone_s0", "fastvit_t8", "edgenext_xx_small", "convnext_atto",
+    "hrnet_w18_small", "dla34",
+)  # fmt: skip
 TIMM: dict[str, dict[str, Any]] = {
-    "resnet18": {},
-    "regnetx_002": {},
-    "regnety_002": {},
-    "mobilenetv1_100": {},
-    "mobilenetv2_100": {},
-    "mobilenetv3_small_100": {},
-    "mobilenetv4_conv_small": {},
-    "mobilenetv4_hybrid_medium": {},
-    "efficientnet_b0": {},
-    "efficientnet_lite0": {},
-    "mnasnet_small": {},
-    "ghostnet_100": {},
-    "repvgg_a0": {},
-    "mobileone_s0": {},
-    "fastvit_t8": {},
-    "edgenext_xx_small": {},
+    **{name: {} for name in AS_THEY_COME},
     "levit_128s": {"img_size": 224},  # its stages are built for the image size
-    "convnext_atto": {},
     "vit_tiny_patch16_224": {"img_size": 64},
     "deit_tiny_patch16_224": {"img_size": 64},
     "swin_tiny_patch4_window7_224": {"img_size": 64, "window_size": 4},
     "maxvit_rmlp_pico_rw_256": {"img_size": 64},
-    "hrnet_w18_small": {},
-    "dla34": {},
     f"resnet18{FEATURES}": {"features_only": True},
     f"convnext_atto{FEATURES}": {"features_only": True},
 }

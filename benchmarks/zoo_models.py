@@ -55,20 +55,13 @@ their score, for fresh weights are sure of nothing and the heads behind would se
 
 @dataclass
 class Case:
-    """A float model and what to run it on.
+    """A float model and what to run it on."""
 
-    Attributes:
-        model: in evaluation mode, its BatchNorm statistics fit to inputs like these.
-        inputs: a tuple of arguments of the model, or a mapping of keyword arguments.
-        targets: what a detection model wants besides in training, or None.
-        untrained: the modules that training does not run, or that no gradient reaches: YOLO's decoding of boxes, a
-            pooling whose result is dropped.
-    """
-
-    model: nn.Module
+    model: nn.Module  # in evaluation mode, its BatchNorm statistics fit to inputs like these
     inputs: Inputs
-    targets: list[dict[str, Tensor]] | None = None
+    targets: list[dict[str, Tensor]] | None = None  # what a detection model wants besides in training
     untrained: tuple[str, ...] = ()
+    """Modules that training does not run, or that no gradient reaches: YOLO's decoding of boxes, a dropped pooling."""
 
     @property
     def shapes(self) -> list[list[int]]:
@@ -163,7 +156,7 @@ def _options(name: str, family: str) -> dict[str, Any]:
 
 def _inputs(name: str, family: str) -> tuple[Any, ...]:
     if family == "video":
-        frames, size = _clip(name)
+        frames, size = next((clip for start, clip in CLIPS.items() if name.startswith(start)), (8, 64))
         batch = 1 if name.startswith("mvit") else BATCH  # large, and without BatchNorm
         return (torch.randn(batch, 3, frames, size, size),)
     if family == "optical_flow":
@@ -190,10 +183,6 @@ def _targets(name: str) -> list[dict[str, Tensor]]:
 
 def _image_size(name: str) -> int:
     return next((size for start, size in IMAGE_SIZES.items() if name.startswith(start)), 64)
-
-
-def _clip(name: str) -> tuple[int, int]:
-    return next((clip for start, clip in CLIPS.items() if name.startswith(start)), (8, 64))
 
 
 @torch.no_grad()

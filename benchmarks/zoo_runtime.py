@@ -23,25 +23,16 @@ TIE = 1e-4
 """Answers that are nearer than this, in standard deviations of the output, count as equally large."""
 
 LARGEST_GAP = 1e-3
-"""How far an output may be off, in its standard deviations, when torch computes it from ONNX Runtime's last integers.
-
-In whole runs one integer that differs by a rounding changes those behind it; those gaps are reported, not judged.
-"""
+"""How far an output may be off, in its standard deviations, computed by torch from ONNX Runtime's last integers."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A traced piece of a model, and what it is called with.
+    """A traced piece of a model, and what it is called with."""
 
-    Attributes:
-        name: its path in the model; "" for the whole model.
-        module: the prepared graph.
-        inputs: the model's own for the whole model; of a part its positional arguments, defaults filled in.
-    """
-
-    name: str
+    name: str  # its path in the model; "" for the whole model
     module: fx.GraphModule
-    inputs: Inputs
+    inputs: Inputs  # of a part its positional arguments, defaults filled in
 
 
 def parts_of(model: nn.Module, inputs: Inputs) -> list[Part]:
@@ -76,17 +67,9 @@ def parts_of(model: nn.Module, inputs: Inputs) -> list[Part]:
 
 
 def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
-    """How ONNX Runtime answers for every part, next to torch.
-
-    Returns:
-        `ok` and, if not, the `reason`; integers compared over all layers, how many differ, how many of these not by a
-        near-tie, and by how many levels at most; the layers where more differ than may; the largest gap of an output
-        in its standard deviations, from the same last integers and after whole runs; of the latter, how many of the
-        arg max over axis 1 are equal.
-    """
+    """How ONNX Runtime answers for every part, next to torch: its integers layer by layer, and whole runs."""
     layers: list[LayerDifference] = []
     gaps: list[float] = []
-    whole_gaps: list[float] = []
     equal = compared = 0
     for part, path in files:
         prefix = f"{part.name}." if part.name else ""
@@ -97,7 +80,6 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
             if ours.numel():
                 gaps.append(gap(ours, theirs))
         for ours, theirs in outputs(part, path):
-            whole_gaps.append(gap(ours, theirs))
             if ours.dim() > 1 and ours.shape[1] > 1:
                 same = same_largest(ours, theirs)
                 equal, compared = equal + int(same.sum()), compared + same.numel()
@@ -111,7 +93,6 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
         "beyond": [[layer.name, layer.elements, layer.differing, layer.largest] for layer in off[:5]],
         "layers_beyond": len(off),
         "output_gap": max(gaps, default=0.0),
-        "whole_run_gap": max(whole_gaps, default=0.0),
         "arg_max_equal": equal,
         "arg_max_compared": compared,
     }
@@ -138,11 +119,7 @@ def _disagreement(facts: dict[str, Any]) -> str | None:
 
 
 def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
-    """Every floating-point output of a part, from torch and from ONNX Runtime.
-
-    Raises:
-        ValueError: if the file has other inputs or outputs than the model.
-    """
+    """Every floating-point output of a part, from torch and from ONNX Runtime."""
     theirs = run_session(open_session(path), part.inputs)
     with evaluating(part.module), torch.no_grad():
         ours = output_tensors(call_model(part.module, part.inputs))

@@ -1,7 +1,5 @@
 """The GPU's command: parts that fail, die or take too long are rows, and the others run. tests/house rehearses all."""
 
-import itertools
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +14,6 @@ import torch
 from benchmarks import gpu, gpu_steps
 from benchmarks.gpu_parts import Bench, difference
 from benchmarks.gpu_steps import steps
-from benchmarks.gpu_table import gpu_table
 
 REHEARSAL = Bench("cpu", emulated=True)
 
@@ -89,17 +86,3 @@ def test_a_nan_and_a_wrong_value_are_differences() -> None:
 def test_a_bare_machine_has_no_pydantic_and_still_has_all_but_the_script() -> None:
     code = "import sys; sys.modules.update(pydantic=None, tensorboard=None); import benchmarks.gpu"
     subprocess.run([sys.executable, "-c", code], cwd=gpu.__file__.rpartition("/benchmarks/")[0], check=True)
-
-
-def test_the_table_has_a_line_for_what_was_measured_in_every_way(tmp_path: Path) -> None:
-    assert gpu_table(tmp_path / "gpu.json") == "Not measured yet.\n"
-    rows = [
-        {"part": "steps", "ok": True, "subject": "net", "precision": precision, "mode": mode, "variant": variant,
-         "batch": 4, "seconds": 0.001 * number, "peak_bytes": 100 * number}
-        for precision, modes in (("bf16", ("eager", "graphs")), ("fp16", ("eager",)))
-        for number, (mode, variant) in enumerate(itertools.product(modes, ("float", "qat")), 1)
-    ]  # fmt: skip
-    about = {"machine": {"gpu": "a GPU"}, "versions": {"torch": "2"}, "rows": rows}
-    (tmp_path / "gpu.json").write_text(json.dumps(about))
-    lines = gpu_table(tmp_path / "gpu.json").splitlines()
-    assert lines[2:3] == ["| net, bf16, batch 4 | 1.0 ms | 2.0 ms | 3.0 ms | 4.0 ms | 1.33 | 2.00 |"] and lines[3] == ""
