@@ -252,8 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name}: {said}; {', '.join(times)}", flush=True)
         if given.write:
             kept["models"][name] = found
-    if given.write:
-        RESULTS.write_text(json.dumps({**facts_of_run(), "models": kept["models"]}, indent=1) + "\n")
+            RESULTS.write_text(json.dumps({**facts_of_run(), "models": kept["models"]}, indent=1) + "\n")
     return 0 if given.write or not differing else 1
 
 

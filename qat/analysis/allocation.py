@@ -22,7 +22,7 @@ def allocate(
 
     Args:
         losses: of each layer (or group of layers), for each choice, such as its bits: `qat.layer_losses`; finite.
-        costs: tables like it, by kind: bytes and bit operations of `qat.cost`, milliseconds of a runtime; at least 0.
+        costs: tables like it, by kind: bytes and bit operations of `qat.cost`, or what you measured; at least 0.
         budgets: the most of each kind that is allowed.
 
     Returns:

@@ -10,17 +10,15 @@ were found, from the run's float weights: `python train.py --config RUN/bits.yam
 import argparse
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-import yaml
 from torch import nn
 
 import qat
 from qat.analysis.cost import LayerCost
 from qat.cli.runs import Run, add_overrides, add_run, counts, in_torch, number, open_run
-from qat.text import first_line, table
+from qat.text import table
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import OverrideConfig, QuantizationConfig
 from qat.training.data.loaders import Data
@@ -48,20 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", type=number, metavar="BITS", help="at most so many bits, not bytes, a weight on average"
     )
     parser.add_argument("--bops", type=number, metavar="BITS", help="bit operations of at most those of BITS by BITS")
-    latency = "at most MS milliseconds, of what you measured: YAML, layer: {bits: milliseconds}"
-    parser.add_argument("--latency", nargs=2, metavar=("FILE", "MS"), help=latency)
     drop = "the smallest size whose calibrated top-1 is at most so many points below float"
     parser.add_argument("--drop", type=number, metavar="POINTS", help=drop)
 
 
 def run(given: argparse.Namespace) -> int:
     """Find the bits, measure what they give before training, and write the config."""
-    if (given.size, given.bops, given.latency, given.drop) == (None,) * 4:
-        raise UserError("bits: no budget; give --size 4, --bops 4, --latency FILE MS or --drop 0.5")
+    if (given.size, given.bops, given.drop) == (None,) * 3:
+        raise UserError("bits: no budget; give --size 4, --bops 4 or --drop 0.5")
     opened = open_run(given.run_path, given.model)
     folder = opened.folder
     config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
-    tensors = ("weight",) if (given.bops, given.latency, given.drop) == (None,) * 3 else ("weight", "activation")
+    tensors = ("weight",) if given.bops is None and given.drop is None else ("weight", "activation")
     search = Search(opened, opened.data(given.overrides), config.quantization, sorted(given.choices), tensors)
     with value_errors_reported():
         budgets = search.budgets(given)
@@ -131,26 +127,7 @@ class Search:
                     raise UserError(f"bits: a budget of {asked:g} bits is above all --choices; it is in bits a weight")
                 whole = sum(costs[least] for costs in self.kinds[kind].values())
                 found[kind] = whole * (asked / least) ** power
-        if given.latency:
-            file, most = given.latency
-            self.kinds["milliseconds"] = self._latencies(Path(file))
-            with value_errors_reported("--latency: "):
-                found["milliseconds"] = float(most)
         return found
-
-    def _latencies(self, file: Path) -> dict[str, dict[int, float]]:
-        """The milliseconds of each open layer for each choice, as the user's file has them."""
-        try:
-            read = yaml.safe_load(file.read_text())
-        except yaml.YAMLError as error:
-            raise UserError(f"--latency: {file}: {first_line(error)}") from error
-        rows = {str(name): row for name, row in read.items()} if isinstance(read, dict) else {}
-        for name in self.tables[0]:
-            row = rows[name] if isinstance(rows.get(name), dict) else {}
-            missing = [bits for bits in self.choices if not isinstance(row.get(bits), (int, float))]
-            if missing:
-                raise UserError(f"--latency: {file}: no milliseconds of {name!r} at {missing[0]} bits")
-        return {name: {bits: float(rows[name][bits]) for bits in self.choices} for name in self.tables[0]}
 
     def within(self, budgets: dict[str, float]) -> Bits:
         """The bits with the least loss within budgets."""
