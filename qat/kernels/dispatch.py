@@ -3,15 +3,20 @@
 The switches hold in the thread that enters their context; other threads do not see them.
 """
 
+import functools
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from qat.kernels.cpu import quantizers
 from qat.torch_internals import operations_are_watched
+
+log = logging.getLogger("qat.kernels")
 
 
 class _Switches(threading.local):
@@ -77,4 +82,26 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[q
     """The kernels for x and its grid (scale and zero_point as in `lsq_quantize`), or None for the plain formula."""
     if plain_here():
         return None
-    return quantizers.CPUKernels if x.device.type == "cpu" and quantizers.applies(x, scale, zero_point) else None
+    if x.is_cpu:
+        return quantizers.CPUKernels if quantizers.applies(x, scale, zero_point) else None
+    found = triton_kernels() if x.is_cuda else None
+    if found is None or not found.applies(x, scale, zero_point):
+        return None
+    return cast("type[quantizers.CPUKernels]", found.TritonKernels)
+
+
+@functools.cache
+def triton_kernels() -> Any:
+    """The module of kernels in Triton, tried once; None where there is none, and the log says why."""
+    try:
+        from qat.kernels.triton import quantizers as found
+
+        x = torch.tensor([0.26, -9.0, 0.5], device="cuda")
+        y = found.TritonKernels.quantize(x, torch.tensor(0.5, device="cuda"), None, -8, 7)
+        if y.tolist() == [0.5, -4.0, 0.5]:
+            return found
+        reason = "they are wrong here"
+    except Exception as error:  # no Triton, no compiler for it, a card older than it supports
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    log.warning("no kernels in Triton (%s): quantizers run as plain torch operations, slower", reason)
+    return None

@@ -1,0 +1,129 @@
+"""The fake-quantizer in one launch each way, for float32, bfloat16 and float16 tensors that are dense in any order.
+
+Values are those of the formula to the bit: a true division, halves to even, all in float32. The sums of a scale's
+gradient are taken block by block in one order, so that a step is reproducible.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.quantizers import in_layout_of, rows_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+BLOCK = 1024
+"""Elements of a program: eight a thread, which loads and stores 16 bytes at a time."""
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Nothing is rounded less often than in the formula."""
+
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, halves to even
+
+
+@triton.jit
+def _grid_at(scale, zero_point, row, low, high, affine: tl.constexpr):
+    """Step, and the lowest and highest multiple of it; a NaN of the zero point stays one."""
+    zero = 0.0
+    if affine:
+        given = tl.load(zero_point + row).to(tl.float32)
+        zero = tl.where(given == given, (tl.minimum(tl.maximum(given, low), high) + ROUND) - ROUND, given)
+    return tl.load(scale + row).to(tl.float32), low - zero, high - zero
+
+
+@triton.jit
+def _quantize(x, y, scale, zero_point, width, blocks, low, high, affine: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0) // blocks
+    start = (tl.program_id(0) % blocks).to(tl.int64) * block
+    at = tl.arange(0, block)
+    there = at < width - start
+    base = row.to(tl.int64) * width + start
+    step, lowest, highest = _grid_at(scale, zero_point, row, low, high, affine)
+    v = tl.div_rn(tl.load(x + base + at, mask=there, other=0.0).to(tl.float32), step)
+    q = (tl.minimum(tl.maximum(v, lowest), highest) + ROUND) - ROUND
+    q = tl.where(v == v, q, v)
+    tl.store(y + base + at, (q * step).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _gradients(
+    grad, x, out, sums, scale, zero_point, width, blocks, low, high,
+    affine: tl.constexpr, writes: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) // blocks
+    start = (tl.program_id(0) % blocks).to(tl.int64) * block
+    at = tl.arange(0, block)
+    there = at < width - start
+    base = row.to(tl.int64) * width + start
+    step, lowest, highest = _grid_at(scale, zero_point, row, low, high, affine)
+    v = tl.div_rn(tl.load(x + base + at, mask=there, other=0.0).to(tl.float32), step)
+    g = tl.load(grad + base + at, mask=there, other=0.0).to(tl.float32)
+    bounded = tl.minimum(tl.maximum(v, lowest), highest)
+    inside = bounded == v
+    if writes:
+        tl.store(out + base + at, tl.where(inside, g, 0.0).to(out.dtype.element_ty), mask=there)
+    slope = tl.where(inside, ((v + ROUND) - ROUND) - v, tl.where(v == v, bounded, v))
+    tl.store(sums + tl.program_id(0), tl.sum(g * slope, 0))
+    if affine:
+        tl.store(sums + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(inside, 0.0, g), 0))
+
+
+def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
+    """Whether the kernels take this tensor and this grid."""
+    plain = all(type(each) in (Tensor, torch.nn.Parameter) for each in (x, scale))
+    if not (plain and x.dtype in DTYPES and scale.dtype is torch.float32 and x.numel() and is_dense(x)):
+        return False
+    if zero_point is not None and not zero_point.numel() == scale.numel() == 1:
+        return False
+    beside = all(each is None or each.device == x.device for each in (scale, zero_point))
+    return beside and bool(rows_of(x, scale)) and scale.dim() <= x.dim()
+
+
+def _launch(x: Tensor, scale: Tensor) -> tuple[int, int, int]:
+    """Rows with a scale each, their length, and how many blocks cover one."""
+    rows = rows_of(x, scale)
+    width = x.numel() // rows
+    return rows, width, -(-width // BLOCK)
+
+
+class TritonKernels:
+    """What `qat.functional` calls in place of its formula."""
+
+    @staticmethod
+    def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+        """x on the grid, in its own memory format."""
+        y, (rows, width, blocks) = torch.empty_like(x), _launch(x, scale)
+        _quantize[(rows * blocks,)](
+            x,
+            y,
+            scale,
+            zero_point,
+            width,
+            blocks,
+            float(qmin),
+            float(qmax),
+            affine=zero_point is not None,
+            block=BLOCK,
+            **OPTIONS,
+        )
+        return y
+
+    @staticmethod
+    def gradients(
+        grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
+        needs: tuple[bool, ...] = (True, True, True),
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """All gradients in one pass over x and grad, without any factor."""
+        grad, (rows, width, blocks) = in_layout_of(grad, x), _launch(x, scale)
+        out: Any = torch.empty_like(grad) if needs[0] else None
+        sums = torch.empty((2, rows, blocks), dtype=torch.float32, device=x.device)
+        _gradients[(rows * blocks,)](
+            grad, x, out, sums, scale, zero_point, width, blocks, float(qmin), float(qmax),
+            affine=zero_point is not None, writes=needs[0], block=BLOCK, **OPTIONS,
+        )  # fmt: skip
+        grad_scale = sums[0].sum(1).view_as(scale)
+        return out, grad_scale, None if zero_point is None else -scale.detach() * sums[1].sum(1).view_as(scale)
