@@ -97,7 +97,7 @@ def cases() -> dict[str, tuple[Callable[[], Case], dict[str, Any]]]:
     found: dict[str, tuple[Callable[[], Case], dict[str, Any]]] = {
         name: (functools.partial(build, name), {}) for name in ZOO
     }
-    found["resnet18_x86"] = functools.partial(build, "resnet18"), {"target": "x86"}
+    found["resnet18_x86"] = functools.partial(build, "resnet18"), {"target": "onnxruntime_x86"}
     found["shufflenet_4_bits"] = functools.partial(build, "shufflenet_v2_x0_5"), FOUR_BITS
     found["lstm"] = own(Recurrent(), torch.randn(4, 6, 8)), {}
     found["shared_4_bits"] = own(Shared(), images), FOUR_BITS

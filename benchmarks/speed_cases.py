@@ -111,6 +111,7 @@ def qat_model(model: nn.Module, images: Tensor) -> nn.Module:
     import qat
 
     prepared = qat.prepare(model, example_inputs=images)
+    qat.reestimate_batch_norm(prepared, [images])  # ranges of fresh statistics would clip everything
     qat.calibrate(prepared, [images])
     return prepared.train()
 
