@@ -84,7 +84,8 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[q
         return None
     if x.is_cpu:
         return quantizers.CPUKernels if quantizers.applies(x, scale, zero_point) else None
-    found = triton_kernels() if x.is_cuda else None
+    here = x.is_cuda and x.device.index == torch.cuda.current_device()  # where Triton launches
+    found = triton_kernels() if here else None
     if found is None or not found.applies(x, scale, zero_point):
         return None
     return cast("type[quantizers.CPUKernels]", found.TritonKernels)

@@ -87,3 +87,16 @@ def test_they_are_built_for_a_card_with_wide_accesses(capability: int, dtype: st
         )
         assert "ld.global.v4.b32" in made.asm["ptx"] and "st.global.v4.b32" in made.asm["ptx"]
         assert made.metadata.shared <= 64 and math.log2(made.metadata.num_warps) == 2
+
+
+def test_without_a_device_the_formula_runs_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    dispatch.triton_kernels.cache_clear()
+    with caplog.at_level("WARNING", "qat.kernels"):
+        assert dispatch.triton_kernels() is None
+    dispatch.triton_kernels.cache_clear()
+    (said,) = caplog.messages
+    assert said.startswith("no kernels in Triton (") and said.endswith(
+        "quantizers run as plain torch operations, slower"
+    )
