@@ -1,5 +1,6 @@
 """Two processes run the tests, each on one thread: on the same two cores they end in half the time."""
 
+import importlib.util
 import logging
 import os
 from typing import Any
@@ -8,6 +9,9 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+if importlib.util.find_spec("triton") is None:  # torch's build for the CPU alone
+    collect_ignore = ["qat/kernels/triton"]
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from qat.kernels import dispatch
 
 pytest.importorskip("triton")
 
