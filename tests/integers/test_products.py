@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qat
-from qat.codes.evaluation.arithmetic import CodeGrid, Numbers
+from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.codes.evaluation.products import EXACT, Product, geometry_of
 from qat.codes.operators.geometry import Geometry
 from qat.layers import IntegerWeight
@@ -36,7 +36,7 @@ def test_sums_in_parts_round_once(case: str, large: float, monkeypatch: pytest.M
     geometry = geometry_of(layer)
     assert geometry is not None
     integers = IntegerWeight(weight, one, torch.zeros(outputs), one)
-    product = Product(layer, geometry, integers, Numbers(CodeGrid(1.0, 0.0, 0.0, 255.0)))
+    product = Product(layer, geometry, integers, CodeGrid(1.0, 0.0, 0.0, 255.0))
     size = (2, groups * shape[1], *(each + 20 for each in shape[2:]))
     codes = torch.randint(200, 256, size if len(shape) == 4 else (50, shape[1]), dtype=torch.uint8)
     multiply = torch.nn.functional.linear if len(shape) == 2 else torch.nn.functional.conv2d

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from qat.codes.evaluation import arithmetic as kernels
-from qat.codes.evaluation.arithmetic import CodeGrid, Numbers
+from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.kernels import plain_formulas
 from qat.kernels.cpu.compiler import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="without the C kernels there are formulas only")
 
 SHAPES = [(2, 5, 3, 3), (3, 24, 7, 5), (1, 96, 9, 4), (2, 700, 2, 3), (3, 1, 6, 6)]
-A, B = Numbers(CodeGrid(0.11, 7.0, 0.0, 255.0)), Numbers(CodeGrid(0.013, 128.0, 1.0, 255.0))
-TO = Numbers(CodeGrid(0.27, 31.0, 0.0, 200.0))
+A, B = CodeGrid(0.11, 7.0, 0.0, 255.0), CodeGrid(0.013, 128.0, 1.0, 255.0)
+TO = CodeGrid(0.27, 31.0, 0.0, 200.0)
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
@@ -50,7 +50,7 @@ def test_tables(length: int) -> None:
 
 @pytest.mark.parametrize("to", [TO, None])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_follows_sums(shape: tuple[int, ...], to: Numbers | None) -> None:
+def test_what_follows_sums(shape: tuple[int, ...], to: CodeGrid | None) -> None:
     sums = (codes(*shape).float() - 128).mul(100).to(memory_format=torch.channels_last)
     bias, scale = codes(shape[1], seed=1).float(), (codes(shape[1], seed=2) + 1.0) * 1e-5
     tables = [None] if to is None else [None, codes(256, seed=3), codes(256, seed=3).float()]

@@ -4,7 +4,6 @@ Each function computes in float32, in the order of operations in which layers ev
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,57 +20,48 @@ from qat.kernels.dispatch import plain_here
 NO_GRID = Grid(1.0, 0.0, 0.0, 0.0)
 
 
-class CodeGrid(NamedTuple):
-    """The grid of uint8 codes: value = (code - zero) * step, with low <= code <= high; all are float32 numbers."""
+class CodeGrid:
+    """The grid of uint8 codes, value = (code - zero) * step with low <= code <= high, as operators and C take it."""
 
-    step: float
-    zero: float
-    low: float
-    high: float
+    def __init__(self, step: float, zero: float, low: float, high: float) -> None:
+        self.step, self.zero, self.low, self.high = step, zero, low, high
+        self.levels = Grid(step, zero, low, high)
+        self.qparams, self.shift = torch.tensor([step, zero]), torch.tensor([1.0, zero])
+        scale, point = self.qparams[:1].clone(), self.qparams[1:].clone()
+        self.learned = [scale, scale, point], Levels(low, high, 0.0, 1.0, 0.0)
 
-
-class Numbers:
-    """A `CodeGrid` as operators and C take it."""
-
-    def __init__(self, grid: CodeGrid) -> None:
-        self.grid, self.levels = grid, Grid(*grid)
-        self.qparams = torch.tensor(grid[:2], dtype=torch.float32)
-        self.shift = torch.tensor([1.0, grid.zero], dtype=torch.float32)
-        scale, zero = self.qparams[:1].clone(), self.qparams[1:].clone()
-        self.learned = [scale, scale, zero], Levels(grid.low, grid.high, 0.0, 1.0, 0.0)  # as operators take it
-
-    def __reduce__(self) -> tuple[type["Numbers"], tuple[CodeGrid]]:
-        return Numbers, (self.grid,)
+    def __reduce__(self) -> tuple[type["CodeGrid"], tuple[float, ...]]:
+        return CodeGrid, (self.step, self.zero, self.low, self.high)
 
 
 def _in_c(x: Tensor) -> bool:
     return x.is_cpu and x.numel() > 0 and not plain_here() and library() is not None
 
 
-def quantize(x: Tensor, numbers: Numbers) -> tuple[Tensor, bool]:
+def quantize(x: Tensor, grid: CodeGrid) -> tuple[Tensor, bool]:
     """clamp(round(x / step) + zero, low, high), halves to even, and whether a value was NaN, which no code stands for.
 
     A graph that is compiled does not look for NaN. The codes have the strides of x if it is dense.
     """
     if _in_c(x) and x.dtype is torch.float32:
-        codes, qparams = quantize_codes(x if is_dense(x) else x.contiguous(), *numbers.learned)
+        codes, qparams = quantize_codes(x if is_dense(x) else x.contiguous(), *grid.learned)
         return codes, math.isnan(qparams[0].item())
-    v = torch.round(x.float() / numbers.grid.step) + numbers.grid.zero
-    return _bytes(v, numbers.grid), not torch.compiler.is_compiling() and bool(v.isnan().any())
+    v = torch.round(x.float() / grid.step) + grid.zero
+    return _bytes(v, grid), not torch.compiler.is_compiling() and bool(v.isnan().any())
 
 
-def dequantize(codes: Tensor, numbers: Numbers, step: bool = True) -> Tensor:
+def dequantize(codes: Tensor, grid: CodeGrid, step: bool = True) -> Tensor:
     """(codes - zero) * step in float32; without `step`, the integers codes - zero."""
     if _in_c(codes):
         codes = codes if is_dense(codes) else codes.contiguous()
-        return dequantize_in_c(codes, numbers.qparams if step else numbers.shift)
-    shifted = codes.float() - numbers.grid.zero
-    return shifted * numbers.grid.step if step else shifted
+        return dequantize_in_c(codes, grid.qparams if step else grid.shift)
+    shifted = codes.float() - grid.zero
+    return shifted * grid.step if step else shifted
 
 
 def requantize(
     sums: Tensor, bias: Tensor, scale: Tensor, axis: int, clip: tuple[float, float] = NO_CLIP,
-    to: Numbers | None = None, table: Tensor | None = None, centered: bool = False,
+    to: CodeGrid | None = None, table: Tensor | None = None, centered: bool = False,
 ) -> Tensor:  # fmt: skip
     """The codes on the grid `to` of clamp((sums + bias) * scale, *clip), or these floats without it.
 
@@ -99,30 +89,30 @@ def requantize(
     y = ((sums.float() + bias.view(shape)) * scale.view(shape)).clamp(*clip)
     if to is None:
         return y
-    codes = _bytes(torch.round(y / to.grid.step) + to.grid.zero, to.grid)
+    codes = _bytes(torch.round(y / to.step) + to.zero, to)
     if table is not None:
         return table[codes.int()]
-    return codes.float() - to.grid.zero if centered else codes
+    return codes.float() - to.zero if centered else codes
 
 
 def add(
-    a: Tensor, b: Tensor, numbers: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP
+    a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP
 ) -> Tensor:
-    """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on the grids of `numbers`."""
+    """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on `grids`."""
     if _in_c(a) and a.shape == b.shape and is_dense(a) and a.stride() == b.stride():
-        codes: Tensor = add_quantize(a, b, numbers[0].qparams, numbers[1].qparams, clip, *to.learned)[0]
+        codes: Tensor = add_quantize(a, b, grids[0].qparams, grids[1].qparams, clip, *to.learned)[0]
         return codes
-    y = (dequantize(a, numbers[0]) + dequantize(b, numbers[1])).clamp(*clip)
+    y = (dequantize(a, grids[0]) + dequantize(b, grids[1])).clamp(*clip)
     return quantize(y, to)[0]
 
 
 def multiply(
-    a: Tensor, b: Tensor, numbers: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float] = NO_CLIP
+    a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP
 ) -> Tensor:
-    """The codes on the grid `to` of clamp(a * b, *clip), for codes on the grids of `numbers`, which may broadcast."""
+    """The codes on the grid `to` of clamp(a * b, *clip), for codes on `grids`, which may broadcast."""
     if a.numel() < b.numel():
-        a, b, numbers = b, a, numbers[::-1]
-    gates, (source, _) = dequantize(b, numbers[1]), numbers
+        a, b, grids = b, a, grids[::-1]
+    gates, (source, _) = dequantize(b, grids[1]), grids
     rows = _channels_innermost(a, 1) if a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1) and clip == NO_CLIP else None
     if not _in_c(a) or rows is None:
         return quantize((dequantize(a, source) * gates).clamp(*clip), to)[0]

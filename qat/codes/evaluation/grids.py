@@ -4,12 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from qat.codes.evaluation import arithmetic as kernels
-from qat.codes.evaluation.arithmetic import CodeGrid, Numbers
+from qat.codes.evaluation.arithmetic import CodeGrid
+from qat.codes.operators.grid import SHIFT
 from qat.integers.grids import rounds_half_to_even
 from qat.quantizer import Quantizer
-
-SHIFT = 128
-"""Added to the integers and zero points of signed grids, so that all codes are uint8."""
 
 
 def shift_of(quantizer: Quantizer) -> int:
@@ -17,12 +15,12 @@ def shift_of(quantizer: Quantizer) -> int:
     return SHIFT if quantizer.bounds()[0] < 0 else 0
 
 
-def numbers_of(quantizer: Quantizer) -> Numbers:
+def numbers_of(quantizer: Quantizer) -> CodeGrid:
     """The grid of a quantizer of activations, as uint8 codes."""
     scale, zero_point = quantizer.grid()
     shift = shift_of(quantizer)
     low, high = (float(bound + shift) for bound in quantizer.bounds())
-    return Numbers(CodeGrid(float(scale), float(zero_point) + shift, low, high))
+    return CodeGrid(float(scale), float(zero_point) + shift, low, high)
 
 
 def has_codes(module: nn.Module | None) -> bool:
@@ -33,6 +31,6 @@ def has_codes(module: nn.Module | None) -> bool:
     return module.spec.granularity == "tensor" and low >= 0 and high < 256 and rounds_half_to_even(module)
 
 
-def all_values(source: Numbers) -> Tensor:
+def all_values(source: CodeGrid) -> Tensor:
     """The 256 values of a grid, those outside its bounds included."""
     return kernels.dequantize(torch.arange(256, dtype=torch.uint8), source)

@@ -41,7 +41,7 @@ def merged(program: fx.GraphModule) -> fx.GraphModule:
         readers: list[Any] = [submodule_of(program, user) for user in node.users]
         if all(type(each) is Product and not each.multiplies_integers() for each in readers):
             product.centered = written is None
-            written = None if written is None else written.float() - readers[0].source.grid.zero
+            written = None if written is None else written.float() - readers[0].source.zero
         product.table = written
     program.delete_all_unused_submodules()
     program.recompile()

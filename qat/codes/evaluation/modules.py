@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.codes.evaluation import arithmetic as kernels
-from qat.codes.evaluation.arithmetic import Numbers
+from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.codes.operators.pool import LARGEST_WINDOW, max_pool_codes
 from qat.functional.tensors import require_floating
 from qat.integers.frozen import NotANumberError
@@ -17,7 +17,7 @@ from qat.kernels.dispatch import plain_here
 class Quantize(nn.Module):
     """clamp(round(x / step) + zero, low, high); raises NotANumberError, and TypeError for what is not floating."""
 
-    def __init__(self, to: Numbers, name: str = "") -> None:
+    def __init__(self, to: CodeGrid, name: str = "") -> None:
         super().__init__()
         self.grid, self.name = to, name
 
@@ -32,7 +32,7 @@ class Quantize(nn.Module):
 class Dequantize(nn.Module):
     """(codes - zero) * step."""
 
-    def __init__(self, source: Numbers) -> None:
+    def __init__(self, source: CodeGrid) -> None:
         super().__init__()
         self.source = source
 
@@ -52,7 +52,7 @@ class AsGiven(nn.Module):
 class Join(nn.Module):
     """The codes of clamp(a + b, *clip), or of a * b, for two tensors of codes; `kind` is "add" or "mul"."""
 
-    def __init__(self, kind: str, sources: tuple[Numbers, Numbers], to: Numbers, clip: tuple[float, float]) -> None:
+    def __init__(self, kind: str, sources: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float]) -> None:
         super().__init__()
         self.kind, self.sources, self.grid, self.clip = kind, sources, to, clip
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qat.codes.evaluation.arithmetic import Numbers, dequantize, requantize
+from qat.codes.evaluation.arithmetic import CodeGrid, dequantize, requantize
 from qat.codes.operators.geometry import LINEAR, MOST_INPUTS, Geometry
 from qat.kernels.cpu import onednn
 from qat.kernels.cpu.quantizers import NO_CLIP
@@ -75,8 +75,8 @@ class Product(nn.Module):
     """
 
     def __init__(
-        self, layer: QuantLayer, geometry: Geometry, integers: IntegerWeight, source: Numbers,
-        clip: tuple[float, float] = NO_CLIP, to: Numbers | None = None,
+        self, layer: QuantLayer, geometry: Geometry, integers: IntegerWeight, source: CodeGrid,
+        clip: tuple[float, float] = NO_CLIP, to: CodeGrid | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.geometry, self.source, self.clip, self.grid = geometry, source, clip, to
@@ -105,7 +105,7 @@ class Product(nn.Module):
         geometry, weight = self.geometry, self.weight
         if not (weight.is_cpu and self.multiplies_integers()):
             return self._in_float()
-        packed = onednn.PackedWeight(weight, int(self.source.grid.zero), *(geometry if geometry.stride else ()))
+        packed = onednn.PackedWeight(weight, int(self.source.zero), *(geometry if geometry.stride else ()))
 
         most = FEW // weight.numel() * weight.shape[1] if geometry.groups == 1 else 0
         in_float = functools.cache(self._in_float)
@@ -126,8 +126,9 @@ class Product(nn.Module):
 
     def _in_float(self) -> Callable[[Tensor], Tensor]:
         """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""
-        geometry, (_, zero, low, high) = self.geometry, self.source.grid
-        reach, channels, dtype = max(zero - low, high - zero), -len(geometry.stride) - 1, torch.float32
+        geometry, source = self.geometry, self.source
+        reach = max(source.zero - source.low, source.high - source.zero)
+        channels, dtype = -len(geometry.stride) - 1, torch.float32
         weight = self.weight.int()
         for parts in range(1, MOST_PARTS + 1 if geometry.groups == 1 else 2):  # the channels of groups do not split
             pieces = weight.tensor_split(parts, 1)
@@ -138,7 +139,7 @@ class Product(nn.Module):
         weights = [_nearest(piece.to(dtype)) for piece in pieces]
 
         def run(codes: Tensor) -> Tensor:
-            x = codes if codes.is_floating_point() else dequantize(_nearest(codes), self.source, step=False)
+            x = codes if codes.is_floating_point() else dequantize(_nearest(codes), source, step=False)
             x = x.to(dtype)
             split = zip(x.tensor_split(parts, channels), weights, strict=True)
             first, *others = (geometry.multiply(each, piece, None) for each, piece in split)

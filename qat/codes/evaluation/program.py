@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from qat.codes.evaluation.arithmetic import Numbers
+from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.codes.evaluation.grids import all_values, has_codes, numbers_of
 from qat.codes.evaluation.modules import AsGiven, Dequantize, Join, MaxPool, Quantize, Table
 from qat.codes.evaluation.products import Product, geometry_of
@@ -176,7 +176,7 @@ class Writer:
     def _shape(self, node: fx.Node) -> fx.Node:
         return self.floats[node] if node in self.floats else self.codes[node]
 
-    def _product(self, node: fx.Node, clip: tuple[float, float] = NO_CLIP, to: Numbers | None = None) -> fx.Node:
+    def _product(self, node: fx.Node, clip: tuple[float, float] = NO_CLIP, to: CodeGrid | None = None) -> fx.Node:
         """A layer on codes."""
         layer: Any = submodule_of(self.model, node)
         (x, *_), geometry = node.args, geometry_of(layer)
@@ -254,7 +254,7 @@ class Writer:
             return self.graph.node_copy(chain.start, lambda x: self._looked_up(x, chain.steps[1:], to))
         return self._call(Quantize(to, self.names[node]), self._float(chain.start))
 
-    def _looked_up(self, node: fx.Node, steps: tuple[fx.Node, ...], to: Numbers) -> fx.Node:
+    def _looked_up(self, node: fx.Node, steps: tuple[fx.Node, ...], to: CodeGrid) -> fx.Node:
         """The codes of a function of a tensor, from those for each of the 256 codes that it reads."""
         grid = self._grid(node)
         assert grid is not None
