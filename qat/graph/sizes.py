@@ -27,6 +27,10 @@ def first_broken(conditions: Sequence[str], tensors: list[Any]) -> str | None:
     return next((each for each in conditions if not _checker((each,))(shapes)), None)
 
 
+LONGEST = 120
+"""Characters of a condition that somebody reads."""
+
+
 @has_side_effect
 def expect_sizes(tensors: list[Tensor], names: tuple[str, ...], conditions: tuple[str, ...]) -> None:
     """Raise a ValueError if sizes do not meet the conditions under which the graph is the model.
@@ -42,9 +46,13 @@ def expect_sizes(tensors: list[Tensor], names: tuple[str, ...], conditions: tupl
     for number in inside:
         broken = broken.replace(f"s[{number}]", f"{names[number]}.shape")
     given = ", ".join(f"{names[number]} has the shape {tuple(tensors[number].shape)}" for number in inside)
+    alike = (
+        f"with {broken}, as its example_inputs have"
+        if len(broken) <= LONGEST
+        else ("whose sizes lead its forward the way that its example_inputs do")
+    )
     raise ValueError(
-        f"the model was prepared for inputs with {broken}, as its example_inputs have, and {given}; prepare the model"
-        " again with inputs of this size"
+        f"the model was prepared for inputs {alike}, and {given}; prepare the model again with inputs of this size"
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers
+from qat.graph.sizes import expect_sizes
 
 IMAGE = torch.linspace(-1, 3, 48).reshape(3, 4, 4)
 IMAGES, LABELS = torch.stack([IMAGE, IMAGE / 2]), torch.tensor([0, 1])
@@ -125,3 +126,8 @@ def test_a_batch_of_two_inputs_says_how_it_is_written() -> None:
     ):
         qat.calibrate(Detector(), [[IMAGES, IMAGES]])
     qat.calibrate(model, [((x, x),)])
+
+
+def test_a_long_condition_on_sizes_is_said_in_words() -> None:
+    with pytest.raises(ValueError, match=r"^the model was prepared for inputs whose sizes lead its forward the way"):
+        expect_sizes([torch.ones(1, 3)], ("x",), (" + ".join(["s[0][1]"] * 20) + " == 1",))
