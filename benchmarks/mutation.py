@@ -36,7 +36,7 @@ ROOMS = {
     "quantizer": ("qat/quantizer", ["tests/quantizer", "qat/quantizer"]),
     "layers": ("qat/layers", ["tests/layers", "qat/layers"]),
     "codes/operators": ("qat/codes/operators", ["tests/fused", "tests/kernels"]),
-    "integers": ("qat/integers", ["tests/export"]),
+    "integers": ("qat/integers", ["tests/export", "tests/integers"]),
     "training/loop": ("qat/training/loop", ["tests/training", "tests/finetuning"]),
 }
 """Room: its code and its tests."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-COMPILING = tuple(f"test_{name}.py" for name in ("fused_compiled", "fused_formulas", "operators_traced"))
+COMPILING = tuple(f"test_{name}.py" for name in ("fused_compiled", "operators_traced"))
 CHECK = "from qat.kernels.cpu import compiler; assert compiler.library() is not None"
 
 

@@ -87,13 +87,13 @@ class Evaluator:
             try:
                 evaluated = cast("fx.GraphModule", evaluation_copy(model))
                 program = integer_program(evaluated)
+                if program is None or _in_float(program, evaluated):
+                    self.reason = "no layer, or not every quantizer, has integers of one byte outside of layers"
+                    return
+                self._key, self.program = f"{program.code}{evaluated.code}", merged(program)
             except (ValueError, RuntimeError) as error:
                 self.reason = first_line(error)
                 return
-            if program is None or _in_float(program, evaluated):
-                self.reason = "no layer, or not every quantizer, has integers of one byte outside of layers"
-                return
-            self._key, self.program = f"{program.code}{evaluated.code}", merged(program)
             self._proof = None if self._key in agreed else (program, evaluated)
 
     def answers(self, args: Args, kwargs: Kwargs) -> bool:

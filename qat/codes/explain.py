@@ -49,7 +49,7 @@ def explain_part(
     else:
         how = "trains on codes, without a self-check (QAT_SELF_CHECK=off)"
     if evaluated:
-        how = f"is in evaluation, where its graph runs operation by operation; in training it {how}"
+        how = f"is in evaluation; in training it {how}"
     return how, rows
 
 

@@ -1,10 +1,11 @@
-"""Who computes what: compiled kernels on the CPU, or the plain formula.
+"""Who computes what: compiled kernels on the CPU, Triton's on a GPU, or the plain formula.
 
 The switches hold in the thread that enters their context; other threads do not see them.
 """
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[q
     if x.is_cpu:
         return quantizers.CPUKernels if quantizers.applies(x, scale, zero_point) else None
     here = x.is_cuda and x.device.index == torch.cuda.current_device()  # where Triton launches
-    found = triton_kernels() if here else None
+    tried = here and (triton_kernels.cache_info().currsize or not torch.cuda.is_current_stream_capturing())
+    found = triton_kernels() if tried else None
     if found is None or not found.applies(x, scale, zero_point):
         return None
     return cast("type[quantizers.CPUKernels]", found.TritonKernels)
@@ -94,6 +96,9 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[q
 @functools.cache
 def triton_kernels() -> Any:
     """The module of kernels in Triton, tried once; None where there is none, and the log says why."""
+    if os.environ.get("QAT_KERNELS", "").lower() == "off":
+        log.info("QAT_KERNELS=off: quantizers run as plain torch operations")
+        return None
     try:
         from qat.kernels.triton import quantizers as found
 

@@ -110,7 +110,7 @@ def deepest_chains() -> dict[str, list[str]]:
 
 def _room(module: str) -> str:
     parts = module.split(".")
-    return ".".join(parts[: 3 if parts[1:2] == ["training"] else 2])
+    return ".".join(parts[: 3 if parts[1:2] in (["training"], ["codes"]) else 2])
 
 
 def largest_folder(top: Path) -> tuple[int, str]:

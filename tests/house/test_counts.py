@@ -14,7 +14,7 @@ def test_a_layer_alone_reaches_torch_round_in_six_files() -> None:
 def test_a_fused_step_stays_in_two_rooms_and_what_torch_keeps_private() -> None:
     files = counts.files_of_a_step()
     assert len(files) <= 15
-    assert {file.partition("/")[0] for file in files} == {"fused", "graph", "kernels", "torch_internals.py"}
+    assert {file.partition("/")[0] for file in files} == {"codes", "graph", "kernels", "torch_internals.py"}
 
 
 def test_rooms_are_shallow() -> None:

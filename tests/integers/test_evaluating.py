@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ import qat
 from qat.analysis.statistics import statistics_collected
 from qat.codes.evaluation import modules, products
 from qat.codes.evaluation.products import Product
+from qat.codes.evaluation.program import integer_program
+from qat.integers.evaluation import evaluation_copy
 from qat.kernels import plain_formulas
 from qat.kernels.cpu.compiler import library
 
@@ -305,10 +307,12 @@ def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(
     """The self-check's single sample may be multiplied in float: each product proves its own kernel."""
     sums = products.onednn.PackedWeight.sums
     monkeypatch.setattr(products.onednn.PackedWeight, "sums", lambda packed, codes: sums(packed, codes) + 1)
-    made = next(each for each in qat.convert(prepared()[0]).modules() if isinstance(each, Product))
+    program = integer_program(cast("torch.fx.GraphModule", evaluation_copy(prepared()[0])))
+    assert program is not None
+    made = next(each for each in program.modules() if isinstance(each, Product))
     codes = torch.randint(0, 256, (4, 3, 65, 65), dtype=torch.uint8)
     with caplog.at_level(logging.WARNING, "qat"):
-        assert torch.equal(made._fast_sums(codes), made.exact_sums(codes).float())
+        assert torch.equal(made._fastest()(codes), made._in_float()(codes))
     if made.multiplies_integers():
         assert caplog.messages == ["oneDNN sums up a product of (8, 3, 3, 3) wrongly; it runs in float"]
 

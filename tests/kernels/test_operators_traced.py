@@ -14,18 +14,8 @@ CALLS = calls()
 NAMES = sorted({case.split()[0] for case in CALLS})
 
 
-def formula_of(case: str) -> Any:
-    return getattr(FORMULA, case.split()[0])
-
-
 def tensors(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
-
-
-def leaves(arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors of arguments, also those in lists."""
-    every = [inner for each in arguments for inner in (each if isinstance(each, list) else [each])]
-    return [each for each in every if isinstance(each, Tensor)]
 
 
 def test_every_operator_has_a_formula_with_its_arguments() -> None:

@@ -30,9 +30,6 @@ class CodeGrid:
         scale, point = self.qparams[:1].clone(), self.qparams[1:].clone()
         self.learned = [scale, scale, point], Levels(low, high, 0.0, 1.0, 0.0)
 
-    def __reduce__(self) -> tuple[type["CodeGrid"], tuple[float, ...]]:
-        return CodeGrid, (self.step, self.zero, self.low, self.high)
-
 
 def _in_c(x: Tensor) -> bool:
     return x.is_cpu and x.numel() > 0 and not plain_here() and library() is not None
@@ -41,13 +38,13 @@ def _in_c(x: Tensor) -> bool:
 def quantize(x: Tensor, grid: CodeGrid) -> tuple[Tensor, bool]:
     """clamp(round(x / step) + zero, low, high), halves to even, and whether a value was NaN, which no code stands for.
 
-    A graph that is compiled does not look for NaN. The codes have the strides of x if it is dense.
+    The codes have the strides of x if it is dense.
     """
     if _in_c(x) and x.dtype is torch.float32:
         codes, qparams = quantize_codes(x if is_dense(x) else x.contiguous(), *grid.learned)
         return codes, math.isnan(qparams[0].item())
     v = torch.round(x.float() / grid.step) + grid.zero
-    return _bytes(v, grid), not torch.compiler.is_compiling() and bool(v.isnan().any())
+    return _bytes(v, grid), bool(v.isnan().any())
 
 
 def dequantize(codes: Tensor, grid: CodeGrid, step: bool = True) -> Tensor:

@@ -50,16 +50,13 @@ def geometry_of(layer: Any) -> Geometry | None:
 
 
 class Sums:
-    """How a product's integers are summed on this machine, prepared at the first call; copies begin without.
+    """How a product's integers are summed on this machine, prepared at the first call.
 
     `proven`: whether oneDNN's sums were those of the formula, on the first codes that it got.
     """
 
     run: Callable[[Tensor], Tensor] | None = None
     proven = False
-
-    def __reduce__(self) -> tuple[type["Sums"], tuple[()]]:
-        return Sums, ()
 
 
 class Product(nn.Module):
@@ -103,7 +100,7 @@ class Product(nn.Module):
     def _fastest(self) -> Callable[[Tensor], Tensor]:
         """The fastest exact sums on this machine."""
         geometry, weight = self.geometry, self.weight
-        if not (weight.is_cpu and self.multiplies_integers()):
+        if not self.multiplies_integers():
             return self._in_float()
         packed = onednn.PackedWeight(weight, int(self.source.zero), *(geometry if geometry.stride else ()))
 
@@ -114,7 +111,7 @@ class Product(nn.Module):
             if codes.numel() <= most or geometry.misses(codes.shape, weight.shape):
                 return in_float()(codes)
             sums = packed.sums(_nearest(codes) if geometry.stride else codes)
-            if self.sums.proven or torch.compiler.is_compiling():
+            if self.sums.proven:
                 return sums
             self.sums.proven = torch.equal(sums[:1], self._in_float()(codes[:1]))
             if not self.sums.proven:

@@ -65,7 +65,7 @@ class Chain(NamedTuple):
         clip: floor and ceiling before the quantizer.
     """
 
-    kind: Literal["layer", "join", "table", "cat", "operation", "floats"]
+    kind: Literal["layer", "join", "table", "cat", "floats"]
     start: fx.Node
     steps: tuple[fx.Node, ...] = ()
     clip: tuple[float, float] = NO_CLIP
@@ -73,9 +73,6 @@ class Chain(NamedTuple):
 
 class Writer:
     """Copies a graph node by node; each tensor on a grid has a node of codes, of floats, or both."""
-
-    product: type[Product] = Product
-    """What computes a layer between two grids."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         self.model, self.graph = model, fx.Graph()

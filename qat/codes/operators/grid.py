@@ -56,7 +56,7 @@ class Learned(NamedTuple):
     levels: Levels
 
 
-NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on a device that kernels run on"
+NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on the CPU"
 """Why `learned_by` finds nothing."""
 
 

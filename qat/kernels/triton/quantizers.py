@@ -1,6 +1,6 @@
 """The fake-quantizer in one launch each way, for float32, bfloat16 and float16 tensors that are dense in any order.
 
-Values are those of the formula to the bit: a true division, halves to even, all in float32. The sums of a scale's
+Values are those of the formula, but for the sign of zero: a true division, halves to even, all in float32. The sums of a scale's
 gradient are taken block by block in one order, so that a step is reproducible.
 """
 
@@ -22,17 +22,26 @@ BLOCK = 1024
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Nothing is rounded less often than in the formula."""
 
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to the nearest integer, halves to even
+WHOLE = tl.constexpr(8388608.0)  # 2^23: from here on float32 holds whole numbers only
+
+
+@triton.jit
+def _rint(v):
+    """v rounded to the nearest integer, halves to even, as adding 2^23 rounds it; -0.3 becomes -0.0."""
+    size = tl.abs(v)
+    rounded = tl.where(size < WHOLE, (size + WHOLE) - WHOLE, size)
+    return tl.where(v < 0, -rounded, rounded)
 
 
 @triton.jit
 def _grid_at(scale, zero_point, row, low, high, affine: tl.constexpr):
-    """Step, and the lowest and highest multiple of it; a NaN of the zero point stays one."""
-    zero = 0.0
+    """Step, and its lowest and highest multiple. A NaN of the zero point makes the step one: every value is then."""
+    zero, step = 0.0, tl.load(scale + row)
     if affine:
         given = tl.load(zero_point + row).to(tl.float32)
-        zero = tl.where(given == given, (tl.minimum(tl.maximum(given, low), high) + ROUND) - ROUND, given)
-    return tl.load(scale + row).to(tl.float32), low - zero, high - zero
+        zero = _rint(tl.minimum(tl.maximum(given, low), high))
+        step = tl.where(given == given, step, given)
+    return step, low - zero, high - zero
 
 
 @triton.jit
@@ -44,7 +53,7 @@ def _quantize(x, y, scale, zero_point, width, blocks, low, high, affine: tl.cons
     base = row.to(tl.int64) * width + start
     step, lowest, highest = _grid_at(scale, zero_point, row, low, high, affine)
     v = tl.div_rn(tl.load(x + base + at, mask=there, other=0.0).to(tl.float32), step)
-    q = (tl.minimum(tl.maximum(v, lowest), highest) + ROUND) - ROUND
+    q = _rint(tl.minimum(tl.maximum(v, lowest), highest))
     q = tl.where(v == v, q, v)
     tl.store(y + base + at, (q * step).to(y.dtype.element_ty), mask=there)
 
@@ -66,8 +75,8 @@ def _gradients(
     inside = bounded == v
     if writes:
         tl.store(out + base + at, tl.where(inside, g, 0.0).to(out.dtype.element_ty), mask=there)
-    slope = tl.where(inside, ((v + ROUND) - ROUND) - v, tl.where(v == v, bounded, v))
-    tl.store(sums + tl.program_id(0), tl.sum(g * slope, 0))
+    slope = tl.where(inside, _rint(v) - v, tl.where(v == v, bounded, v))
+    tl.store(sums + tl.program_id(0), tl.sum(tl.where(there, g * slope, 0.0), 0))
     if affine:
         tl.store(sums + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(inside, 0.0, g), 0))
 
@@ -96,7 +105,8 @@ class TritonKernels:
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
         """x on the grid, in its own memory format."""
-        y, (rows, width, blocks) = torch.empty_like(x), _launch(x, scale)
+        layout = torch.contiguous_format if x.is_contiguous() else torch.preserve_format  # as `CPUKernels`
+        y, (rows, width, blocks) = torch.empty_like(x, memory_format=layout), _launch(x, scale)
         _quantize[(rows * blocks,)](
             x,
             y,
