@@ -1,7 +1,7 @@
 """The fake-quantizer in one launch each way, for float32, bfloat16 and float16 tensors that are dense in any order.
 
-Values are those of the formula, but for the sign of zero: a true division, halves to even, all in float32. The sums of a scale's
-gradient are taken block by block in one order, so that a step is reproducible.
+Values are those of the formula, but for the sign of zero: a true division, halves to even, all in float32. The sums of
+a scale's gradient are taken block by block in one order, so that a step is reproducible.
 """
 
 from typing import Any
