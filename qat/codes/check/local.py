@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qat.codes.check.training_step import gap_between, noise
 from qat.codes.operators.codes import Codes, PreQuantizer
+from qat.codes.operators.grid import SHIFT
 from qat.codes.operators.quantize import decode
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
@@ -87,7 +88,7 @@ def compare_quantizing(
         scale, zero_point = quantizer.grid()
         level = z / scale + zero_point
         ties = ((level - level.floor()) - 0.5).abs() < NEAR
-        shift = 128 if quantizer.spec.signed else 0
+        shift = SHIFT if quantizer.spec.signed else 0
         expected = quantizer.codes(z)
         wrong = (found.codes.to(expected.dtype) - shift != expected) & ~ties & z.isfinite()
     if bool(wrong.any()) or not torch.isclose(found.qparams[0], scale.to(found.qparams.dtype)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qat.codes.operators.add import add_quantize
-from qat.codes.operators.quantize import quantize_codes
+from qat.codes.operators.quantize import _dequantize, quantize_codes
 from qat.kernels.cpu.addresses import elements_at, empty_at, is_dense, numbers_at
 from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import NO_CLIP, Levels, compiled, threads_for
@@ -49,11 +49,10 @@ def quantize(x: Tensor, grid: CodeGrid) -> tuple[Tensor, bool]:
 
 def dequantize(codes: Tensor, grid: CodeGrid, step: bool = True) -> Tensor:
     """(codes - zero) * step in float32; without `step`, the integers codes - zero."""
+    qparams = grid.qparams if step else grid.shift
     if _in_c(codes):
-        codes = codes if is_dense(codes) else codes.contiguous()
-        return dequantize_in_c(codes, grid.qparams if step else grid.shift)
-    shifted = codes.float() - grid.zero
-    return shifted * grid.step if step else shifted
+        return dequantize_in_c(codes if is_dense(codes) else codes.contiguous(), qparams)
+    return _dequantize(codes, qparams)
 
 
 def requantize(

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from qat.functional.tensors import LARGEST_SCALE
 from qat.kernels.cpu.quantizers import Levels, is_plain
 from qat.quantizer import Quantizer
 from qat.quantizer.registry import estimator_of
@@ -92,10 +93,6 @@ def levels_of(quantizer: Quantizer, x: Tensor) -> Levels:
     return levels
 
 
-LARGEST = 1e18
-"""The upper bound of a learned scale."""
-
-
 class TensorGrid(NamedTuple):
     """An integer grid: step, without axes; zero as well, or a plain number; lowest and highest code."""
 
@@ -107,7 +104,7 @@ class TensorGrid(NamedTuple):
 
 def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
     """min(max(scale, smallest), 1e18); NaN acts as smallest, as `positive_scale` reads it."""
-    return torch.where(scale >= smallest, scale, smallest).clamp(max=LARGEST)
+    return torch.where(scale >= smallest, scale, smallest).clamp(max=LARGEST_SCALE)
 
 
 def grid_of(grid: list[Any], levels: Sequence[float]) -> TensorGrid:
