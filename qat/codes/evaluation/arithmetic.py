@@ -26,7 +26,7 @@ class CodeGrid:
     def __init__(self, step: float, zero: float, low: float, high: float) -> None:
         self.step, self.zero, self.low, self.high = step, zero, low, high
         self.levels = Grid(step, zero, low, high)
-        self.qparams, self.shift = torch.tensor([step, zero]), torch.tensor([1.0, zero])
+        self.qparams, self.shift = (torch.tensor(pair, dtype=torch.float32) for pair in ((step, zero), (1.0, zero)))
         scale, point = self.qparams[:1].clone(), self.qparams[1:].clone()
         self.learned = [scale, scale, point], Levels(low, high, 0.0, 1.0, 0.0)
 
