@@ -110,8 +110,8 @@ def qat_model(model: nn.Module, images: Tensor) -> nn.Module:
     """This project, with its defaults: every scale and zero point is learned."""
     import qat
 
+    qat.reestimate_batch_norm(model, [images])  # ranges of fresh statistics would clip everything
     prepared = qat.prepare(model, example_inputs=images)
-    qat.reestimate_batch_norm(prepared, [images])  # ranges of fresh statistics would clip everything
     qat.calibrate(prepared, [images])
     return prepared.train()
 

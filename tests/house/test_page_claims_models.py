@@ -273,7 +273,7 @@ def test_litert_warns_of_all_that_it_refuses_if_there_are_example_inputs(recwarn
 
 
 def test_a_converted_models_biases_are_the_int32_ones_of_the_file(tmp_path: Path) -> None:
-    """deploying.md: Its weights are int8, its biases the int32 ones of the file, held as floats."""
+    """deploying.md: Its weights are int8, its biases the int32 ones of the file."""
     model = prepared(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1)))
     qat.export_onnx(model, tmp_path / "model.onnx", IMAGES)
     held = qat.convert(model, "reference").state_dict()
@@ -283,7 +283,7 @@ def test_a_converted_models_biases_are_the_int32_ones_of_the_file(tmp_path: Path
         onnx.numpy_helper.to_array(each) for each in onnx.load(tmp_path / "model.onnx").graph.initializer
         if each.data_type == onnx.TensorProto.INT32
     ]  # fmt: skip
-    assert len(biases) == len(stored) == 2 and {bias.dtype for bias in biases} == {torch.float32}
+    assert len(biases) == len(stored) == 2 and {bias.dtype for bias in biases} == {torch.int32}
     assert all((bias.numpy().reshape(-1) == kept).all() for bias, kept in zip(biases, stored, strict=True))
 
 
