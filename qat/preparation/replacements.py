@@ -29,6 +29,9 @@ AS_PREPARED = "qat_as_prepared"
 STANDALONE_NORM = "qat_standalone_norm"
 """Key of node.meta: the call of a norm that its layer took as an argument before."""
 
+SPLIT = "qat_split"
+"""Key of node.meta: the path of the activation that a node computes a part of, and which is not called any more."""
+
 METHODS = (
     "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "_check_input_dim",
     *CALL_METHODS,
@@ -117,6 +120,8 @@ def module_names(model: fx.GraphModule) -> set[str]:
         for node in model.graph.nodes
         if node.op == "call_module" or (node.op == "get_attr" and _module_at(model, str(node.target)) is not None)
     }
+    split = {node.meta[SPLIT] for node in model.graph.nodes if SPLIT in node.meta}
+    names |= {path for path in split if _module_at(model, path) is not None}
     layers = {name for name in names if isinstance(model.get_submodule(name), QuantLayer)}
     return names | {f"{name}.weight_quantizer" for name in layers}
 
@@ -125,9 +130,12 @@ def follow_replacements(model: fx.GraphModule) -> bool:
     """Make every call fit the module that it calls now; return whether one changed: then the graph is recompiled."""
     changed = False
     for node in list(model.graph.nodes):
-        if node.op == "call_module" and _module_at(model, str(node.target)) is None:
+        path = node.meta.get(SPLIT, str(node.target))
+        found = _module_at(model, path)
+        other = SPLIT in node.meta and found is not None and type(found) is not nn.SiLU
+        if other or (node.op == "call_module" and found is None):
             raise ValueError(
-                f"{node.target!r} is called by the prepared model, and is gone; replace layers one by one, or prepare"
+                f"{path!r} is called by the prepared model, and is gone; replace layers one by one, or prepare"
                 " the changed model again"
             )
         now = {

@@ -9,6 +9,7 @@ from torch import fx, nn
 from qat.graph.in_place import Memory, written_by
 from qat.graph.nodes import FACTS, scope_of, submodule_of
 from qat.preparation.operations import NONLINEAR, operation_of
+from qat.preparation.replacements import SPLIT
 from qat.recipe import ScopedRecipe
 from qat.targets import TargetProfile
 
@@ -61,7 +62,7 @@ def _split(node: fx.Node, x: Any) -> None:
         sigmoid = node.graph.call_function(torch.sigmoid, (x,))
         product = node.graph.call_function(operator.mul, (x, sigmoid))
     for made in (sigmoid, product):
-        made.meta = {"nn_module_stack": {"": (scope, nn.Module)}}
+        made.meta = {"nn_module_stack": {"": (scope, nn.Module)}} | ({SPLIT: scope} if node.op == "call_module" else {})
         made.meta |= {key: value for key, value in node.meta.items() if key == FACTS}
     node.replace_all_uses_with(product)
     node.graph.erase_node(node)

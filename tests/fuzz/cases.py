@@ -64,6 +64,8 @@ CASES |= {
     "layout: a norm behind one image": case("torch.randn(1, 2, 13, 12)",
         "nn.Conv2d(2, 2, 3, groups=2, stride=2); nn.BatchNorm2d(2)", "v1 = m0(v0); v2 = m1(v1)",
         context="small_integers"),
+    "layout: an image of one pixel": case("torch.randn(3, 8, 1, 1).to(memory_format=torch.channels_last)",
+        "nn.Conv2d(8, 4, (3, 1), groups=4, padding=3); nn.Dropout(0.3)", "v1 = m0(v0); v2 = m1(v1)"),
     "layout: a norm behind one large image": case("torch.randn(1, 3, 32, 32)", "nn.Conv2d(3, 6, 3); nn.BatchNorm2d(6)",
         "v1 = m0(v0); v2 = m1(v1)"),
     "layout: a dropout's mask": case("torch.randn(3, 16, 9, 3)", "nn.Conv2d(16, 8, 1)",

@@ -283,3 +283,16 @@ def test_a_dropout_that_became_a_clip_keeps_no_grid() -> None:
         torch.testing.assert_close(model.eval()(x), expected)
     with pytest.raises(ValueError, match=r"'2' \(QuantLinear\) has no grid for its input"):
         qat.convert(model)
+
+
+def test_an_activation_that_was_taken_apart_is_not_replaced_in_silence() -> None:
+    x = torch.randn(4, 3, 8, 8)
+    model = qat.prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.GroupNorm(2, 8)), example_inputs=x)
+    qat.calibrate(model, [x])
+    model(x)
+    copy.deepcopy(model)(x)
+    model.set_submodule("1", nn.GELU())
+    with pytest.raises(
+        ValueError, match=r"^'1' is called by the prepared model, and is gone; replace layers one by one"
+    ):
+        model(x)

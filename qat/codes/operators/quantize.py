@@ -25,7 +25,7 @@ from qat.quantizer import Quantizer
 
 def _quantize_codes(x: Tensor, grid: list[Any], levels: list[float]) -> tuple[Tensor, Tensor]:
     """codes = clamp(round(x / step) + zero_point, low, high) + shift."""
-    return codes_of(x, grid_of(grid, levels), x)
+    return codes_of(x, grid_of(grid, levels), torch.empty_like(x, memory_format=_layout(x)))
 
 
 def _quantize_codes_backward(
@@ -43,10 +43,16 @@ def _dequantize(codes: Tensor, qparams: Tensor) -> Tensor:
     return (codes.to(torch.float32) - qparams[1]) * qparams[0]
 
 
+def _layout(x: Tensor) -> torch.memory_format:
+    """As `CPUKernels.quantize`: of an image of one pixel, which has two layouts, a product takes the same one."""
+    return torch.contiguous_format if x.is_contiguous() else torch.preserve_format
+
+
 @operator(_quantize_codes)
 def quantize_codes(x: Tensor, grid: list[Tensor | None], levels: list[float]) -> tuple[Tensor, Tensor]:
     """codes = clamp(round(x / step) + zero_point, low, high) + shift, and their qparams."""
-    codes, qparams = torch.empty_like(x, dtype=torch.uint8), torch.empty(2, dtype=torch.float32)
+    codes = torch.empty_like(x, dtype=torch.uint8, memory_format=_layout(x))
+    qparams = torch.empty(2, dtype=torch.float32)
     compiled().quantize_codes(
         elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), learned_grid(grid, levels),
         numbers_at("step and zero", qparams, 2), threads_for(x.numel()),
