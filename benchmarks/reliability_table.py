@@ -21,7 +21,7 @@ def fuzz_table() -> str:
     about = (
         f"{kept['cases']:,} programs, of which {counts['exported']:,} were also exported,"
         f" {counts.get('litert', 0):,} of them ran in LiteRT too, and {counts['compiled']:,} were compiled;"
-        f" {kept['processor']}, torch {kept['torch']}{f', at {kept["commit"]}' if 'commit' in kept else ''}."
+        f" {kept['processor']}, torch {kept['torch']}, {kept.get('commit', '')}."
     )
     return f"{about}\n\n{table(('verdict', 'programs', 'meaning'), rows)}"
 
