@@ -279,7 +279,7 @@ def failing(*given: object) -> Tensor:
     raise RuntimeError("no memory\nfor this")
 
 
-ADD = modules.kernels.add
+ADD = modules.arithmetic.add
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_program_that_computes_something_else_does_not_run(
     add: Callable[..., Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, x = prepared()
-    monkeypatch.setattr(modules.kernels, "add", add)
+    monkeypatch.setattr(modules.arithmetic, "add", add)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "qat"):
         with pytest.raises(ValueError, match="the model was prepared for inputs with"):
             model(x[:, :2])  # the model's own words, after which nothing is decided

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.codes.evaluation import arithmetic as kernels
+from qat.codes.evaluation import arithmetic
 from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.kernels import plain_formulas
 from qat.kernels.cpu.compiler import library
@@ -36,16 +36,16 @@ def test_sums_and_products_of_codes(shape: tuple[int, ...], layout: torch.memory
     for other in (shape, (*shape[:2], 1, 1), (1, *shape[1:]), (1, shape[1], 1, 1)):
         b = codes(*other, seed=1).to(memory_format=layout)
         for clip in ((0.0, 3.0), (float("-inf"), float("inf"))):
-            assert same(lambda b=b, clip=clip: kernels.add(a, b, (A, B), TO, clip))  # type: ignore[misc]
-            assert same(lambda b=b, clip=clip: kernels.multiply(a, b, (A, B), TO, clip))  # type: ignore[misc]
-            assert same(lambda b=b, clip=clip: kernels.multiply(b, a, (B, A), TO, clip))  # type: ignore[misc]
+            assert same(lambda b=b, clip=clip: arithmetic.add(a, b, (A, B), TO, clip))  # type: ignore[misc]
+            assert same(lambda b=b, clip=clip: arithmetic.multiply(a, b, (A, B), TO, clip))  # type: ignore[misc]
+            assert same(lambda b=b, clip=clip: arithmetic.multiply(b, a, (B, A), TO, clip))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000, 5000])
 def test_tables(length: int) -> None:
     x, table = codes(length), codes(256, seed=1)
-    assert torch.equal(kernels.look_up(x, table), table[x.long()])
-    assert same(lambda: kernels.look_up(x[::2], table))
+    assert torch.equal(arithmetic.look_up(x, table), table[x.long()])
+    assert same(lambda: arithmetic.look_up(x[::2], table))
 
 
 @pytest.mark.parametrize("to", [TO, None])
@@ -55,7 +55,7 @@ def test_what_follows_sums(shape: tuple[int, ...], to: CodeGrid | None) -> None:
     bias, scale = codes(shape[1], seed=1).float(), (codes(shape[1], seed=2) + 1.0) * 1e-5
     tables = [None] if to is None else [None, codes(256, seed=3), codes(256, seed=3).float()]
     for table in tables:
-        assert same(lambda table=table: kernels.requantize(sums, bias, scale, 1, (-2.0, 6.0), to, table))  # type: ignore[misc]
-    assert to is None or same(lambda: kernels.requantize(sums, bias, scale, 1, to=to, centered=True))
+        assert same(lambda table=table: arithmetic.requantize(sums, bias, scale, 1, (-2.0, 6.0), to, table))  # type: ignore[misc]
+    assert to is None or same(lambda: arithmetic.requantize(sums, bias, scale, 1, to=to, centered=True))
     rows = sums.permute(0, 2, 3, 1)
-    assert same(lambda: kernels.requantize(rows, bias, scale, 3, (-2.0, 6.0), to))
+    assert same(lambda: arithmetic.requantize(rows, bias, scale, 3, (-2.0, 6.0), to))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from qat.codes.evaluation import arithmetic as kernels
+from qat.codes.evaluation import arithmetic
 from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.codes.operators.grid import SHIFT
 from qat.integers.grids import rounds_half_to_even
@@ -15,7 +15,7 @@ def shift_of(quantizer: Quantizer) -> int:
     return SHIFT if quantizer.bounds()[0] < 0 else 0
 
 
-def numbers_of(quantizer: Quantizer) -> CodeGrid:
+def code_grid_of(quantizer: Quantizer) -> CodeGrid:
     """The grid of a quantizer of activations, as uint8 codes."""
     scale, zero_point = quantizer.grid()
     shift = shift_of(quantizer)
@@ -33,4 +33,4 @@ def has_codes(module: nn.Module | None) -> bool:
 
 def all_values(source: CodeGrid) -> Tensor:
     """The 256 values of a grid, those outside its bounds included."""
-    return kernels.dequantize(torch.arange(256, dtype=torch.uint8), source)
+    return arithmetic.dequantize(torch.arange(256, dtype=torch.uint8), source)

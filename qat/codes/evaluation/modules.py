@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from qat.codes.evaluation import arithmetic as kernels
+from qat.codes.evaluation import arithmetic
 from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.codes.operators.pool import LARGEST_WINDOW, max_pool_codes
 from qat.functional.tensors import require_floating
@@ -23,7 +23,7 @@ class Quantize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 codes of floats."""
-        codes, has_nan = kernels.quantize(require_floating(x, self.name), self.grid)
+        codes, has_nan = arithmetic.quantize(require_floating(x, self.name), self.grid)
         if has_nan:
             raise NotANumberError(self.name)
         return codes
@@ -38,7 +38,7 @@ class Dequantize(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Floats of uint8 codes."""
-        return kernels.dequantize(codes, self.source)
+        return arithmetic.dequantize(codes, self.source)
 
 
 class AsGiven(nn.Module):
@@ -58,7 +58,7 @@ class Join(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """uint8 codes of uint8 codes."""
-        join = kernels.add if self.kind == "add" else kernels.multiply
+        join = arithmetic.add if self.kind == "add" else arithmetic.multiply
         return join(a, b, self.sources, self.grid, self.clip)
 
 
@@ -71,7 +71,7 @@ class Table(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """uint8 codes of uint8 codes."""
-        return kernels.look_up(codes, self.codes)
+        return arithmetic.look_up(codes, self.codes)
 
 
 class MaxPool(nn.Module):

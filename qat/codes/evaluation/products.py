@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from qat.codes.evaluation.arithmetic import CodeGrid, dequantize, requantize
-from qat.codes.operators.geometry import LINEAR, MOST_INPUTS, Geometry
+from qat.codes.operators.geometry import MOST_INPUTS, Geometry
+from qat.codes.operators.product import layer_geometry
 from qat.kernels.cpu import onednn
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.layers import IntegerWeight, QuantFunction, QuantLayer, QuantLinear
 from qat.layers.conv import QuantConvolution
-from qat.layers.function import CONVOLUTIONS
 
 log = logging.getLogger("qat")
 
@@ -39,14 +39,9 @@ def geometry_of(layer: Any) -> Geometry | None:
     methods = {getattr(type(layer), name, None) for name in ("operate", "_conv_forward")}
     if not methods <= OWN or layer.__dict__.keys() & {"operate", "_conv_forward"}:
         return None
-    if isinstance(layer, QuantFunction):
-        axes = CONVOLUTIONS.index(layer.function) + 1 if layer.function in CONVOLUTIONS else 0
-        return Geometry.of(axes, **layer.options, kernel=layer.kernel_size) if axes else LINEAR
-    if isinstance(layer, nn.Linear):
-        return LINEAR
-    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or layer.padding_mode != "zeros":
+    if not isinstance(layer, (QuantFunction, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return None
-    return Geometry.of(len(layer.stride), layer.stride, layer.padding, layer.dilation, layer.groups, layer.kernel_size)
+    return layer_geometry(layer, getattr(layer, "kernel_size", ()))
 
 
 class Sums:

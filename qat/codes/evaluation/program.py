@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.codes.evaluation.arithmetic import CodeGrid
-from qat.codes.evaluation.grids import all_values, has_codes, numbers_of
+from qat.codes.evaluation.grids import all_values, code_grid_of, has_codes
 from qat.codes.evaluation.modules import AsGiven, Dequantize, Join, MaxPool, Quantize, Table
 from qat.codes.evaluation.products import Product, geometry_of
 from qat.graph.in_place import Memory, drop_unread
@@ -80,7 +80,7 @@ class Writer:
         self.names, self.values = call_names(model), constant_values(model)
         self.memory = Memory(model, model.graph)
         quantizers: dict[fx.Node, Any] = {node: submodule_of(model, node) for node in self.names}
-        self.grids = {node: numbers_of(each) for node, each in quantizers.items() if has_codes(each)}
+        self.grids = {node: code_grid_of(each) for node, each in quantizers.items() if has_codes(each)}
         self.layers = {node for node in model.graph.nodes if self._takes_codes(node)}
         self.chains = {node: self._chain(node) for node in self.grids}
         self.absorbed = {step for chain in self.chains.values() for step in chain.steps}

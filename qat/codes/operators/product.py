@@ -254,7 +254,7 @@ def multiply(
     size of that batch decides whether integers pay.
     """
     weight, bias = _parameters(layer, operands)
-    geometry = _geometry(layer)
+    geometry = layer_geometry(layer)
     learned = _learned(weight, layer.weight_quantizer)
     if (
         not isinstance(x, Codes) or geometry is None or learned is None
@@ -285,7 +285,7 @@ def layer_refusal(layer: QuantLayer) -> str | None:
     reason = _grid_refusal(layer.weight_quantizer)
     if reason is not None:
         return f"its weight_quantizer: {reason}"
-    return "its padding is not zero padding of a fixed size" if _geometry(layer) is None else None
+    return "its padding is not zero padding of a fixed size" if layer_geometry(layer) is None else None
 
 
 def _grid_refusal(quantizer: Quantizer) -> str | None:
@@ -309,7 +309,7 @@ def weight_refusal(weight: Tensor) -> str | None:
 
 def integers_refusal(layer: QuantLayer, x: torch.Size | None, weight: torch.Size, zero: float) -> str | None:
     """Why a layer on codes multiplies in float; None if it multiplies integers (where it pays, if x is None)."""
-    geometry = _geometry(layer)
+    geometry = layer_geometry(layer)
     assert geometry is not None
     if not integers_allowed():
         return "float_products is on"
@@ -327,11 +327,11 @@ def _parameters(layer: Any, operands: tuple[Tensor | None, ...]) -> tuple[Tensor
     return layer.weight, layer.bias
 
 
-def _geometry(layer: Any) -> Geometry | None:
-    """The geometry of a layer; None if its padding is not zero padding of a fixed size."""
+def layer_geometry(layer: Any, kernel: Any = ()) -> Geometry | None:
+    """The geometry of a layer; None if its padding is not zero padding of a fixed size, by the kernel of a function."""
     if isinstance(layer, QuantFunction):
         axes = CONVOLUTIONS.index(layer.function) + 1 if layer.function in CONVOLUTIONS else 0
-        return Geometry.of(axes, **layer.options) if axes else LINEAR
+        return Geometry.of(axes, **layer.options, kernel=kernel) if axes else LINEAR
     if isinstance(layer, nn.Linear):
         return LINEAR
     if layer.padding_mode != "zeros":

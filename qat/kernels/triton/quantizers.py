@@ -45,12 +45,16 @@ def _grid_at(scale, zero_point, row, low, high, affine: tl.constexpr):
 
 
 @triton.jit
-def _quantize(x, y, scale, zero_point, width, blocks, low, high, affine: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0) // blocks
+def _place(width, blocks, block: tl.constexpr):
+    """The row of a program, where its elements begin, their offsets from there, and which of them exist."""
+    row, at = tl.program_id(0) // blocks, tl.arange(0, block)
     start = (tl.program_id(0) % blocks).to(tl.int64) * block
-    at = tl.arange(0, block)
-    there = at < width - start
-    base = row.to(tl.int64) * width + start
+    return row, row.to(tl.int64) * width + start, at, at < width - start
+
+
+@triton.jit
+def _quantize(x, y, scale, zero_point, width, blocks, low, high, affine: tl.constexpr, block: tl.constexpr):
+    row, base, at, there = _place(width, blocks, block)
     step, lowest, highest = _grid_at(scale, zero_point, row, low, high, affine)
     v = tl.div_rn(tl.load(x + base + at, mask=there, other=0.0).to(tl.float32), step)
     q = _rint(tl.minimum(tl.maximum(v, lowest), highest))
@@ -63,11 +67,7 @@ def _gradients(
     grad, x, out, sums, scale, zero_point, width, blocks, low, high,
     affine: tl.constexpr, writes: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // blocks
-    start = (tl.program_id(0) % blocks).to(tl.int64) * block
-    at = tl.arange(0, block)
-    there = at < width - start
-    base = row.to(tl.int64) * width + start
+    row, base, at, there = _place(width, blocks, block)
     step, lowest, highest = _grid_at(scale, zero_point, row, low, high, affine)
     v = tl.div_rn(tl.load(x + base + at, mask=there, other=0.0).to(tl.float32), step)
     g = tl.load(grad + base + at, mask=there, other=0.0).to(tl.float32)
@@ -108,18 +108,9 @@ class TritonKernels:
         layout = torch.contiguous_format if x.is_contiguous() else torch.preserve_format  # as `CPUKernels`
         y, (rows, width, blocks) = torch.empty_like(x, memory_format=layout), _launch(x, scale)
         _quantize[(rows * blocks,)](
-            x,
-            y,
-            scale,
-            zero_point,
-            width,
-            blocks,
-            float(qmin),
-            float(qmax),
-            affine=zero_point is not None,
-            block=BLOCK,
-            **OPTIONS,
-        )
+            x, y, scale, zero_point, width, blocks, float(qmin), float(qmax), affine=zero_point is not None,
+            block=BLOCK, **OPTIONS,
+        )  # fmt: skip
         return y
 
     @staticmethod
