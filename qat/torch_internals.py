@@ -223,6 +223,12 @@ def writes_to_first(operator: Any) -> bool:
     return bool(arguments and arguments[0].alias_info and arguments[0].alias_info.is_write)
 
 
+def shares_first(operator: Any) -> bool:
+    """Whether the result of an operator may be the memory of its first argument."""
+    returns = operator._schema.returns if hasattr(operator, "_schema") else []
+    return bool(returns and returns[0].alias_info)
+
+
 def fields_of(value: tuple[Any, ...]) -> tuple[str, ...]:
     """The names in a named tuple; none of any other."""
     return getattr(value, "_fields", ())

@@ -93,6 +93,8 @@ class Watching(TorchFunctionMode):
             raise CaptureError(
                 f"forward asks a tensor for {asked} ({place_of(_frames())}), which a graph does not keep"
             )
+        if function is Tensor.contiguous:  # the method records no call if a tensor without values has that layout
+            function = torch.ops.aten.contiguous.default
         if function is ATTENTION:
             return scaled_dot_product_attention(*args, **(kwargs or {}))
         try:

@@ -16,7 +16,7 @@ from qat.graph.operators import CHECKS, SAME, VMAPPED, called
 from qat.graph.side_effects import CaptureError
 from qat.graph.sizes import expect_default, expect_sizes
 from qat.inputs import Examples
-from qat.torch_internals import GRAPH_CONSTANT, buffers_of, fields_of, pytree, writes_to_first
+from qat.torch_internals import GRAPH_CONSTANT, buffers_of, fields_of, pytree, shares_first, writes_to_first
 
 OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """Kinds of parameters that take any number of arguments."""
@@ -106,6 +106,7 @@ class Lifter:
         self.sizes: dict[str, tuple[fx.Node, int]] = {}  # the first input that has a size, and its axis
         self.first: fx.Node | None = None  # an input that is a tensor: new tensors are made on its device
         self.detached = False
+        self.apart: set[fx.Node] = set()  # copies, where the memory or that of the copy is written
 
     def lift(self, examples: Examples, packing: dict[str, Any], conditions: Any, result: Any) -> fx.Graph:
         """The graph: inputs as forward names them, a check of what the export took for granted, nodes, the result."""
@@ -203,6 +204,7 @@ class Lifter:
         return mine
 
     def _body(self, module: fx.GraphModule) -> None:
+        self.apart |= self._copies_apart(module.graph)
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 part = getattr(module, str(node.target))
@@ -230,12 +232,26 @@ class Lifter:
             self.known[node] = target(*args, **kwargs)
         elif target is operator.getitem and isinstance(self.env.get(source), (list, tuple)):
             self.env[node] = self.env[source][node.args[1]]
-        elif name in SAME:
+        elif name in SAME and node not in self.apart:
             self.env[node] = self._node(source)
         elif any(isinstance(self.env.get(each), fx.GraphModule) for each in node.all_input_nodes):
             raise CaptureError(f"forward calls {name}, which a graph of torch.fx does not keep")
         else:
             self._call_operator(node)
+
+    def _copies_apart(self, graph: fx.Graph) -> set[fx.Node]:
+        """The `contiguous` calls that a write tells from their operands: of these one may be written, one not."""
+        home: dict[Any, Any] = {}
+        written = set()
+        for node in graph.nodes:
+            source: Any = node.args[0] if node.args else None
+            shares = shares_first(node.target) or node.target is operator.getitem
+            home[node] = home.get(source, source) if shares else node
+            if node.target is LEAF:
+                written |= {home.get(node.args[1][place]) for place in self.calls[source].written}
+            elif writes_to_first(node.target):
+                written.add(home[node])
+        return {node for node in home if node.target is torch.ops.aten.contiguous.default and home[node] in written}
 
     def _is_fixed(self, node: fx.Node) -> bool:
         drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

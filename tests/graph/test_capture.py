@@ -297,3 +297,15 @@ def test_a_tensor_written_in_place_goes_on_as_the_result(activation: Any) -> Non
     (call,) = [node for node in graph.graph.nodes if node.target == "act"]
     assert len(call.users) == 2 and len(call.args[0].users) == 1
     expect_equal(step(graph, (IMAGES.clone(),), {}), step(model, (IMAGES.clone(),), {}))
+
+
+def test_a_copy_that_is_written_is_not_the_input() -> None:
+    def body(net: Any, x: Tensor) -> Tensor:
+        y = x.reshape(2, 3, 1, 8, 12).transpose(1, 2).contiguous().reshape(x.shape)
+        return net.conv(y.relu_()) + x  # type: ignore[no-any-return]
+
+    images = IMAGES.to(memory_format=torch.channels_last)
+    model = Net(body)
+    graph, given = captured(model, IMAGES), images.clone()
+    torch.testing.assert_close(graph(given), model(images.clone()), rtol=0, atol=0)
+    assert torch.equal(given, images)
