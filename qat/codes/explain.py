@@ -14,6 +14,7 @@ from qat.codes.training.plan import CodesPlan
 from qat.codes.verdict import is_wanted
 from qat.contexts import evaluating
 from qat.graph.nodes import submodule_of
+from qat.kernels import passes_values
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.torch_internals import pytree
@@ -79,12 +80,21 @@ def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) 
 
 def _how(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) -> tuple[str, str]:
     """How a node trains, and why."""
-    reason = plan.refused.get(node) or _tensors_refusal(plan, node, module)
+    reason = plan.refused.get(node) or _tensors_refusal(plan, node, module) or _device_refusal(plan, node)
     if reason is not None:
         return PLAINLY, reason
     if isinstance(module, QuantLayer):
         return _product(plan, node, module, shape)
     return ON_CODES, _one_pass(plan, node)
+
+
+def _device_refusal(plan: CodesPlan, node: fx.Node) -> str | None:
+    chain = plan.chains.get(node)
+    activation = None if chain is None else chain.activation
+    curved = activation is not None and (activation.curve is not None or activation.axis is not None)
+    if (curved or node in plan.matmuls) and passes_values(next(plan.model.parameters())):
+        return "there is no kernel for it in Triton"
+    return None
 
 
 def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
@@ -107,7 +117,7 @@ def _tensors_refusal(plan: CodesPlan, node: fx.Node, module: Any) -> str | None:
     if not isinstance(module, QuantLayer):
         return None
     weight = _weight(plan, node, module)
-    reason = None if weight is None else weight_refusal(weight)
+    reason = None if weight is None or passes_values(weight) else weight_refusal(weight)
     if reason is None and learned_by(module.weight_quantizer, module.weight_quantizer.scale, None) is None:
         return f"its weight_quantizer: {NOT_TAKEN}"
     return reason
@@ -122,6 +132,8 @@ def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Siz
     zero += 0 if quantizer.zero_point is None else round(float(quantizer.zero_point))
     if weight is None:
         return f"{ON_CODES}, in integers where it pays", ""
+    if passes_values(weight):
+        return f"{ON_CODES}, in float", f"{weight.device.type} multiplies values, in the precision of the step"
     reason = integers_refusal(layer, shape, weight.shape, zero)
     if reason is not None:
         return f"{ON_CODES}, in float", reason

@@ -17,7 +17,7 @@ from qat.codes.training.rewriting import FusedForward, fused_forward
 from qat.codes.verdict import Verdict, is_wanted
 from qat.contexts import evaluating
 from qat.graph.patches import capturing_alone
-from qat.kernels import plain_here, plain_wanted
+from qat.kernels import passes_values, plain_here, plain_wanted, triton_here
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions
 from qat.kernels.cpu.quantizers import is_plain
@@ -251,6 +251,8 @@ class FusedGraph(PreparedGraph):
         x = next(self.parameters()) if x is None else x
         if all_modules_are_hooked():  # type: ignore[no-untyped-call]
             return "a hook on all modules is registered, which waits for each to be called"
+        if passes_values(x) and self.training and not torch.compiler.is_compiling():
+            return None if triton_here(x.detach()) is not None else "no kernels in Triton take its input"
         if floating is not None and not is_plain(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"
         if not x.is_cpu:

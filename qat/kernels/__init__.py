@@ -4,16 +4,20 @@ from qat.kernels.dispatch import (
     choose,
     float_products,
     integers_allowed,
+    passes_values,
     plain_formulas,
     plain_here,
     plain_wanted,
+    triton_here,
 )
 
 __all__ = [
     "choose",
     "float_products",
     "integers_allowed",
+    "passes_values",
     "plain_formulas",
     "plain_here",
     "plain_wanted",
+    "triton_here",
 ]

@@ -17,6 +17,12 @@ from torch import Tensor
 from qat.kernels.cpu import quantizers
 from qat.torch_internals import operations_are_watched
 
+TRITON_DEVICES = {"cuda"}
+"""Whose kernels are Triton's; tests add the CPU, where Triton's interpreter runs them."""
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of tensors that Triton's kernels read; they compute in float32."""
+
 log = logging.getLogger("qat.kernels")
 
 
@@ -83,14 +89,36 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[q
     """The kernels for x and its grid (scale and zero_point as in `lsq_quantize`), or None for the plain formula."""
     if plain_here():
         return None
-    if x.is_cpu:
-        return quantizers.CPUKernels if quantizers.applies(x, scale, zero_point) else None
-    here = x.is_cuda and x.device.index == torch.cuda.current_device()  # where Triton launches
-    tried = here and (triton_kernels.cache_info().currsize or not torch.cuda.is_current_stream_capturing())
-    found = triton_kernels() if tried else None
+    if not passes_values(x):
+        return quantizers.CPUKernels if x.is_cpu and quantizers.applies(x, scale, zero_point) else None
+    found = triton_kernels() if _launches_at(x) else None
     if found is None or not found.applies(x, scale, zero_point):
         return None
     return cast("type[quantizers.CPUKernels]", found.TritonKernels)
+
+
+def passes_values(x: Tensor) -> bool:
+    """Whether kernels that train x's device write values, which layers pass on, and no codes."""
+    return x.device.type in TRITON_DEVICES
+
+
+def _launches_at(x: Tensor) -> bool:
+    """Whether Triton, which launches on the current device, may run or be tried there now."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return False
+    tried = bool(triton_kernels.cache_info().currsize)
+    return passes_values(x) and (tried or not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def triton_here(x: Tensor) -> Any:
+    """The module of Triton's kernels over chains, if they take tensors such as x; else None."""
+    if plain_here() or type(x) is not Tensor or x.dtype not in TRITON_DTYPES or not _launches_at(x):
+        return None
+    if triton_kernels() is None:
+        return None
+    from qat.kernels.triton import chains
+
+    return chains
 
 
 @functools.cache
@@ -100,11 +128,13 @@ def triton_kernels() -> Any:
         log.info("QAT_KERNELS=off: quantizers run as plain torch operations")
         return None
     try:
+        from qat.kernels.triton import chains
         from qat.kernels.triton import quantizers as found
 
-        x = torch.tensor([0.26, -9.0, 0.5], device="cuda")
-        y = found.TritonKernels.quantize(x, torch.tensor(0.5, device="cuda"), None, -8, 7)
-        if y.tolist() == [0.5, -4.0, 0.5]:
+        device = min(TRITON_DEVICES)
+        x, scale = torch.tensor([0.26, -9.0, 0.5], device=device), torch.tensor(0.5, device=device)
+        y = found.TritonKernels.quantize(x, scale, None, -8, 7)
+        if y.tolist() == [0.5, -4.0, 0.5] and chains.works(x, scale):
             return found
         reason = "they are wrong here"
     except Exception as error:  # no Triton, no compiler for it, a card older than it supports

@@ -38,7 +38,9 @@ from qat.codes.training.rewriting import fused_graph
 from qat.codes.verdict import Verdict
 from qat.collectives import this_rank_alone
 from qat.graph.randomness import rewinding
+from qat.kernels import passes_values
 from qat.kernels.cpu.quantizers import NO_CLIP
+from qat.layers.base import exact_arithmetic
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import AnyBatchNorm, pytree
@@ -67,14 +69,16 @@ SAMPLES = 2
 def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
     """Find out what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
 
-    None if copies of it cannot run on a slice of the batch: for an error, short memory, or in inference mode.
+    Both compute in float32, under autocast too. None if copies of it cannot run on a slice of the batch: for an error,
+    short memory, or in inference mode.
     """
     if torch.is_inference_mode_enabled():
         return None
     distrusted: tuple[str, ...] = ()
     reason = ""
     try:
-        with rewinding() as rewind, unseen_by_hooks(), this_rank_alone():
+        device = next(model.parameters()).device
+        with rewinding() as rewind, unseen_by_hooks(), this_rank_alone(), exact_arithmetic(device):
             base = copied(model)
             sample = _sampled(base, _bound(model, args, kwargs), rewind)
             if sample is None:
@@ -192,7 +196,8 @@ class _Checking(fx.Interpreter):
     def _computed(self, function: Any, args: Any, floats: Any, names: list[str]) -> Any:
         coded = [each for each in args if _is_pair(each)]
         path = names[0] if names else ""
-        if coded:
+        on_values = function is multiply and passes_values(floats[1])  # a GPU's kernels pass values on, and no codes
+        if coded or on_values:
             run = functools.partial(function, batch_factor=self.batch_factor) if function is multiply else function
             self._note(path, compare_computing(run, args, path or function.__name__))
         value = function(*floats)

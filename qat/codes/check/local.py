@@ -13,7 +13,7 @@ from qat.codes.check.training_step import gap_between, noise
 from qat.codes.operators.codes import Codes, PreQuantizer
 from qat.codes.operators.grid import SHIFT
 from qat.codes.operators.quantize import decode
-from qat.kernels import plain_formulas
+from qat.kernels import passes_values, plain_formulas
 from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm, buffers_of
 
@@ -73,13 +73,16 @@ class PairedArguments:
 def compare_quantizing(
     function: Callable[..., Any], before: Callable[..., PreQuantizer], args: tuple[Any, ...], path: str
 ) -> str | None:
-    """What is wrong with a function that quantizes; None if nothing is, or if it did not run on codes."""
+    """What is wrong with a function that quantizes; None if nothing is.
+
+    On the CPU its result is codes, or floats where no kernel ran; on a GPU it is values.
+    """
     paired = PairedArguments.of(args)
     quantizer = next(each for each in args if isinstance(each, Quantizer))
     modules = [each for each in args if isinstance(each, nn.Module)]
     with _kept_buffers(modules):
         found = function(*paired.coded)
-    if not isinstance(found, Codes):
+    if not isinstance(found, Codes) and not passes_values(found):
         return None
     with _kept_buffers(modules), plain_formulas():
         unclipped, z, bounds = before(*map(_exact, paired.plain))
@@ -88,20 +91,28 @@ def compare_quantizing(
         scale, zero_point = quantizer.grid()
         level = z / scale + zero_point
         ties = ((level - level.floor()) - 0.5).abs() < NEAR
-        shift = SHIFT if quantizer.spec.signed else 0
         expected = quantizer.codes(z)
-        wrong = (found.codes.to(expected.dtype) - shift != expected) & ~ties & z.isfinite()
-    if bool(wrong.any()) or not torch.isclose(found.qparams[0], scale.to(found.qparams.dtype)):
+        wrong = (_codes(found, quantizer).to(expected.dtype) != expected) & ~ties & z.isfinite()
+    if bool(wrong.any()) or (isinstance(found, Codes) and not torch.isclose(found.qparams[0], scale)):
         return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
-    if found.source is not None:
+    if isinstance(found, Codes) and found.source is not None:
         return None  # its readers compute the gradient of its scale
     either = ties | _at_edges(quantizer, unclipped, z) | _at_bounds(unclipped, bounds, scale)
-    cotangent = torch.where(either, 0.0, noise(y)).to(found.carrier.dtype)
+    carrier = found.carrier if isinstance(found, Codes) else found
+    if not carrier.requires_grad:  # an input of the model, on a frozen grid
+        return None
+    cotangent = torch.where(either, 0.0, noise(y)).to(carrier.dtype)
     low, high = quantizer.bounds()
     slack = cotangent.abs().sum() * quantizer.gradient_factor(z) * (high - low)
     if quantizer.relative_steps:
         slack = slack * scale.detach() ** 2
-    return _compare_gradients((found.carrier, y), cotangent, paired, modules, path, float(slack))
+    return _compare_gradients((carrier, y), cotangent, paired, modules, path, float(slack))
+
+
+def _codes(found: Codes | Tensor, quantizer: Quantizer) -> Tensor:
+    if isinstance(found, Tensor):
+        return quantizer.codes(found)
+    return found.codes.float() - (SHIFT if quantizer.spec.signed else 0)
 
 
 def compare_computing(function: Callable[..., Any], args: tuple[Any, ...], path: str) -> str | None:

@@ -11,6 +11,8 @@ from qat.codes.operators.grid import clipped_slopes, codes_of, grid_of, learned_
 from qat.codes.operators.norm import before_chain
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import _dequantize, decode, holds_nan, with_scale_gradient
+from qat.codes.operators.values import sum_values
+from qat.kernels import passes_values
 from qat.kernels.cpu.addresses import elements_at, numbers_at
 from qat.kernels.cpu.quantizers import Levels, compiled, empty_scale, in_layout_of, learned_grid, threads_for
 from qat.kernels.cpu.structures import Operand
@@ -115,7 +117,10 @@ def quantize_sum(
         )
         if not holds_nan(codes):
             return codes
-    z: Tensor = quantizer(before_sum(decode(a), decode(b), quantizer, floor, ceiling, activation).z)
+    a, b = decode(a), decode(b)
+    if passes_values(a) and (found := sum_values(a, b, quantizer, floor, ceiling)) is not None:
+        return found
+    z: Tensor = quantizer(before_sum(a, b, quantizer, floor, ceiling, activation).z)
     return z
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.tensors import LARGEST_SCALE
-from qat.kernels.cpu.quantizers import Levels, is_plain
+from qat.kernels.cpu.quantizers import Levels, is_float32_on
 from qat.quantizer import Quantizer
 from qat.quantizer.registry import estimator_of
 
@@ -57,7 +57,7 @@ class Learned(NamedTuple):
     levels: Levels
 
 
-NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on the CPU"
+NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on its device"
 """Why `learned_by` finds nothing."""
 
 
@@ -70,7 +70,7 @@ def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learn
     scale, smallest, zero_point = quantizer.scale, quantizer.smallest_scale, quantizer.zero_point
     count = scale.numel() if scales is None else scales
     for tensor in (scale, smallest) if zero_point is None else (scale, smallest, zero_point):
-        if not is_plain(tensor) or tensor.numel() != count or not tensor.is_contiguous():
+        if not is_float32_on(tensor, x.device) or tensor.numel() != count or not tensor.is_contiguous():
             return None
     return Learned(scale, smallest, zero_point, levels_of(quantizer, x))
 

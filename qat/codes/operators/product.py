@@ -28,7 +28,8 @@ from qat.codes.operators.grid import (
 )
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import _dequantize, decode
-from qat.kernels import integers_allowed
+from qat.codes.operators.values import weight_values
+from qat.kernels import integers_allowed, passes_values
 from qat.kernels.cpu.addresses import elements_at, numbers_at
 from qat.kernels.cpu.quantizers import (
     Levels,
@@ -261,7 +262,11 @@ def multiply(
         or not (bias is None or (is_plain(bias) and bias.dim() == 1))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
-        return layer.compute(decode(x), weight, bias, input_quantizer, None)
+        x = decode(x)
+        values = weight_values(weight, layer.weight_quantizer) if passes_values(x) else None
+        if values is not None:
+            return layer.operate(x, values, bias)
+        return layer.compute(x, weight, bias, input_quantizer, None)
     scale, smallest, _, levels = learned
     y: Tensor = CodesProductFunction.apply(
         *x[:3], weight, scale, smallest, bias, levels, geometry, batch_factor * integers_allowed()

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from qat.kernels import passes_values
 from qat.kernels.cpu.addresses import numbers_at
 from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import compiled, is_plain
@@ -16,7 +17,9 @@ def repair(*quantizers: Quantizer) -> None:
     """`Quantizer.repair` for those that train and do not observe; checking all scales first is cheaper."""
     ready = [each for each in quantizers if each.training and each.observer is None]
     if not torch.compiler.is_compiling():
-        if not all_finite([each.scale.detach() for each in ready]):
+        if ready and passes_values(ready[0].scale):
+            _put_back_unasked([each.scale.data for each in ready], [each.smallest_scale for each in ready])
+        elif not all_finite([each.scale.detach() for each in ready]):
             for each in ready:
                 each.repair()
     elif ready:
@@ -29,6 +32,14 @@ def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
     if not all_finite(scales):
         for scale, least in zip(scales, smallest, strict=True):
             scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
+
+
+def _put_back_unasked(scales: list[Tensor], smallest: list[Tensor]) -> None:
+    """`Quantizer.repair` of all scales in a few launches, without waiting for the device."""
+    values, least = (torch.cat([each.flatten() for each in group]) for group in (scales, smallest))
+    values = torch.where(values.isfinite(), values, least / FLOOR_SHARE)
+    pieces = values.split([each.numel() for each in scales])
+    torch._foreach_copy_(scales, [piece.view_as(each) for piece, each in zip(pieces, scales, strict=True)])
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

@@ -26,6 +26,11 @@ def is_plain(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter)
 
 
+def is_float32_on(x: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is float32 on a device, and of no subclass that means something else."""
+    return x.dtype is torch.float32 and x.device == device and type(x) in (Tensor, torch.nn.Parameter)
+
+
 def in_layout_of(x: Tensor, other: Tensor) -> Tensor:
     """x with its elements in the memory order of other; x itself if it has that order."""
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)

@@ -1,0 +1,145 @@
+"""On a GPU: BatchNorm, clip and quantizer, and a sum with both, as one pass that writes values in place of codes.
+
+A GPU multiplies in the precision of the step, so the layers behind read what the prepared graph would give them, and
+only the passes between the products are fewer. The formulas are those of `norm` and `add`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.codes.operators.codes import first_derivative
+from qat.codes.operators.grid import learned_by
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.quantizers import NO_CLIP, in_layout_of, is_float32_on, rows_of
+from qat.kernels.dispatch import triton_here
+from qat.quantizer import Quantizer
+from qat.torch_internals import AnyBatchNorm
+
+
+def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
+    """The fields of `Extent`: where the channels lie in memory; None if they are neither outermost nor innermost."""
+    if y.dim() < 4:
+        return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
+    channels = y.shape[1]
+    if y.is_contiguous():
+        return y.shape[0], channels, y.numel() // (y.shape[0] * channels)
+    nearest = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+    return (y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
+
+
+def is_simple(norm: nn.Module, y: Tensor, channels: int) -> bool:
+    """Whether a norm is torch's own BatchNorm of these channels in float32, which kernels compute."""
+    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
+        return False
+    assert isinstance(norm, AnyBatchNorm)
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
+    return not uncounted and all(
+        tensor is None or (is_float32_on(tensor, y.device) and tensor.is_contiguous() and tensor.numel() == channels)
+        for tensor in tensors
+    )
+
+
+class NormValuesFunction(torch.autograd.Function):
+    """BatchNorm -> clip -> quantizer, as `QuantizeChainFunction`, with values as its result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, scale: Tensor, triton: Any, shape: Any, norm: Any, grid: Any
+    ) -> Tensor:
+        """Of what is saved, y alone is large."""
+        known = triton.settled_norm(y, shape, norm, grid)
+        ctx.save_for_backward(y, known)
+        ctx.triton, ctx.shape, ctx.follows, ctx.grid = triton, shape, norm.follows, grid
+        values: Tensor = triton.norm_quantize(y, shape, known, grid)
+        return values
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, known = ctx.saved_tensors
+        grad_y, grad_gamma, grad_beta, grad_scale = ctx.triton.norm_quantize_backward(
+            in_layout_of(grad, y), y, ctx.shape, known, ctx.grid, ctx.follows
+        )
+        return grad_y, grad_gamma, grad_beta, grad_scale, None, None, None, None
+
+
+class SumValuesFunction(torch.autograd.Function):
+    """Sum of one or two tensors -> clip -> quantizer, as `AddQuantizeFunction`, with values in a dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor | None, scale: Tensor, triton: Any, grid: Any, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.triton, ctx.grid = triton, grid
+        values: Tensor = triton.sum_quantize(a, b, grid, dtype)
+        return values
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        writes = any(ctx.needs_input_grad[:2])
+        grad_sum, grad_scale = ctx.triton.sum_quantize_backward(in_layout_of(grad, a), a, b, ctx.grid, writes)
+        return grad_sum, None if b is None else grad_sum, grad_scale, None, None, None
+
+
+def norm_values(y: Tensor, quantizer: Quantizer, norm: Any, floor: float, ceiling: float) -> Tensor | None:
+    """quantizer(clip(norm(y))) on a GPU; None where the kernels do not take it."""
+    triton, sizes = triton_here(y), sizes_of(y) if y.numel() else None
+    learned = learned_by(quantizer, y) if triton is not None else None
+    if learned is None or sizes is None or not is_simple(norm, y, sizes[1]):
+        return None
+    follows = norm.training or norm.running_mean is None
+    moves = norm.training and norm.track_running_stats
+    if (follows and y.numel() == sizes[1]) or (moves and norm.momentum is None):
+        return None  # torch's own says what is wrong, or takes a share that only the device knows
+    if moves:
+        norm.num_batches_tracked.add_(1)
+    gamma, beta = (
+        torch.full((sizes[1],), start, device=y.device) if given is None else given
+        for given, start in ((norm.weight, 1.0), (norm.bias, 0.0))
+    )
+    share = norm.momentum if moves else None
+    about = triton.Norm(gamma.detach(), beta.detach(), norm.running_mean, norm.running_var, norm.eps, share, follows)
+    grid = triton.Grid(*map(_detached, learned[:3]), learned.levels, (floor, ceiling))
+    found: Tensor = NormValuesFunction.apply(
+        y, gamma, beta, learned.scale, triton, triton.Shape.of(*sizes), about, grid
+    )
+    return found
+
+
+def sum_values(a: Tensor, b: Tensor | None, quantizer: Quantizer, floor: float, ceiling: float) -> Tensor | None:
+    """quantizer(clip(a + b)) on a GPU, of a alone if b is None; None where the kernels do not take it."""
+    triton = triton_here(a)
+    if triton is None or not a.numel() or not is_dense(a):
+        return None
+    if b is not None and (a.shape, a.dtype, a.device, a.stride()) != (b.shape, b.dtype, b.device, b.stride()):
+        return None
+    learned = learned_by(quantizer, a)
+    if learned is None or not (b is None or type(b) is Tensor):
+        return None
+    grid = triton.Grid(*map(_detached, learned[:3]), learned.levels, (floor, ceiling))
+    found: Tensor = SumValuesFunction.apply(a, b, learned.scale, triton, grid, a.dtype)
+    return found
+
+
+def weight_values(weight: Tensor, quantizer: Quantizer) -> Tensor | None:
+    """quantizer(weight) on a GPU, in the dtype of products here; None where the kernels do not take it."""
+    triton = triton_here(weight.detach())
+    if triton is None or not weight.numel() or not is_dense(weight) or weight.dtype is not torch.float32:
+        return None
+    learned = learned_by(quantizer, weight, None)
+    if learned is None or not rows_of(weight, learned.scale):
+        return None
+    grid = triton.Grid(*map(_detached, learned[:3]), learned.levels, NO_CLIP)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
+    found: Tensor = SumValuesFunction.apply(weight, None, learned.scale, triton, grid, dtype)
+    return found
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
