@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, setting_beside
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, setting_beside, widened
 
 SignGradient = Literal["clipped", "straight_through", "approximate"]
 TernarySignGradient = Literal["clipped", "straight_through"]
@@ -17,7 +17,7 @@ def two_levels(x: Tensor) -> Tensor:
     >>> two_levels(torch.tensor([-0.3, -0.0, 0.0, 2.0])).tolist()
     [-1.0, 1.0, 1.0, 1.0]
     """
-    return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))
+    return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))  # `torch.sign` would make NaN 0
 
 
 def clipped_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -27,10 +27,10 @@ def clipped_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def approximate_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad * (2 - 2|x|) where |x| <= 1, else 0 (Bi-Real Net), in the dtype of x."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    value, grad = widened(x, grad)
     inside = x.abs() <= 1
-    slope = 2 - 2 * torch.where(inside, x.to(wide), 0).abs()  # finite outside too: 0 * inf is NaN when differentiated
-    return torch.where(inside, grad.to(wide) * slope, 0).to(x.dtype)
+    slope = 2 - 2 * torch.where(inside, value, 0).abs()  # finite outside too: 0 * inf is NaN when differentiated
+    return torch.where(inside, grad * slope, 0).to(x.dtype)
 
 
 def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
@@ -38,11 +38,11 @@ def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
 
     1 - tanh(z)^2 is written 4 sigmoid(2z) sigmoid(-2z): the difference has no digits left in the tails.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    t = 0.1 * torch.pow(10.0, 2 * progress.detach().to(wide))
-    z = t * x.to(wide)
+    value, done, grad = widened(x, progress.detach(), grad)
+    t = 0.1 * torch.pow(10.0, 2 * done)
+    z = t * value
     slope = 4 * torch.sigmoid(2 * z) * torch.sigmoid(-2 * z)
-    return (grad.to(wide) * (torch.clamp(t, min=1) * slope)).to(x.dtype)  # k t = max(1/t, 1) t
+    return (grad * (torch.clamp(t, min=1) * slope)).to(x.dtype)  # k t = max(1/t, 1) t
 
 
 class SignSTEFunction(STEFunction):
@@ -50,7 +50,6 @@ class SignSTEFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, gradient: str) -> Tensor:
-        """Both comparisons are false for NaN, which stays NaN; `torch.sign` would make it 0."""
         return two_levels(x)
 
     @staticmethod
@@ -85,10 +84,9 @@ class TernarySignSTEFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, threshold: Tensor, gradient: str) -> Tensor:
-        """Both comparisons are false only where x or the threshold is NaN, and then so is their sum."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        value, threshold = x.to(wide), threshold.to(wide)
+        value, threshold = widened(x, threshold)
         size = value.abs()
+        # both comparisons are false only where x or the threshold is NaN, and then so is their sum
         small = torch.where(size <= threshold, 0.0, value + threshold)
         return as_dtype(torch.where(size > threshold, torch.sign(value), small), x.dtype)
 
@@ -100,10 +98,9 @@ class TernarySignSTEFunction(STEFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        if not ctx.needs_input_grad[0] or ctx.gradient == "straight_through":
-            return (grad if ctx.needs_input_grad[0] else None), None, None
-        (x,) = ctx.saved_tensors
-        return clipped_gradient(grad, x), None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return grad if ctx.gradient == "straight_through" else clipped_gradient(grad, *ctx.saved_tensors), None, None
 
 
 def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
@@ -114,7 +111,7 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
             "approximate": 2 - 2|x| where |x| <= 1, else 0, the slope of a parabola drawn through the step.
 
     Source: Hubara et al., arXiv:1602.02830 (clipped); Bengio et al., arXiv:1308.3432 (straight through); Liu et al.,
-    Bi-Real Net, arXiv:1808.00278 (approximate). Deviation from `torch.sign`: 0 gives +1.
+    Bi-Real Net, arXiv:1808.00278 (approximate).
 
     >>> x = torch.tensor([-2.0, -0.25, 0.0, 1.0], requires_grad=True)
     >>> y = sign_ste(x, gradient="approximate")
