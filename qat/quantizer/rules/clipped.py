@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qat.functional import clamp_ste, dorefa_quantize_weight, fake_quantize, pact_quantize, round_ste
 from qat.functional.codebooks.binary import binary_scale
+from qat.functional.tensors import widened
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer
@@ -57,8 +58,7 @@ class PACTQuantizer(Quantizer):
         zero_point = self.zero_point.float()
         above = self.spec.qmax - zero_point
         step = (alpha / above).detach()
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        clipped = clamp_ste(wide, -(alpha / above) * zero_point, alpha)
+        clipped = clamp_ste(*widened(x), -(alpha / above) * zero_point, alpha)
         return (round_ste(clipped / step) * step).to(x.dtype)
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -161,14 +161,13 @@ class DoReFaQuantizer(Quantizer):
 
     def reach(self, x: Tensor) -> Tensor:
         """The largest |tanh(x)| for each scale, dims kept, a constant; 1 where all are zero."""
-        size = torch.tanh(x.detach().to(torch.promote_types(x.dtype, torch.float32))).abs()
+        size = torch.tanh(*widened(x.detach())).abs()
         largest = size.amax(shared_axes(x, self.shape), keepdim=True)
         return torch.where(largest == 0, 1.0, largest)
 
     def forward_weight(self, x: Tensor) -> Tensor:
         """The weight on its levels, at float32 precision at least."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return dorefa_quantize_weight(wide, self.spec.bits, self.channel_axis)
+        return dorefa_quantize_weight(*widened(x), self.spec.bits, self.channel_axis)
 
     @torch.no_grad()
     def set_range(self, low: Tensor | float, high: Tensor | float) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import bit_cost, clamp_ste, learned_bits_quantize, round_ste
-from qat.functional.tensors import overwrite
+from qat.functional.tensors import overwrite, widened
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.registry import register_quantizer
 
@@ -95,9 +95,8 @@ class LearnedBitsQuantizer(Quantizer):
     def compute_codes(self, x: Tensor) -> Tensor:
         """The integers of x."""
         high = self.highest()
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         low = -high if self.spec.signed else torch.zeros_like(high)
-        return torch.clamp(round_ste(wide / self.grid()[0]), low, high)
+        return torch.clamp(round_ste(widened(x)[0] / self.grid()[0]), low, high)
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Remember how many elements the tensor has."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qat.functional import apot_quantize, n2uq_quantize, normalize_weight, scale_gradient
 from qat.functional.codebooks.apot import MOST_MAGNITUDE_BITS, SMALLEST_DEVIATION
-from qat.functional.tensors import overwrite
+from qat.functional.tensors import overwrite, widened
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
@@ -56,7 +56,7 @@ class APoTQuantizer(Quantizer):
         alpha, spec = self.learned("alpha", x), self.spec
         if not (self.role == "weight" and self.options.normalize):
             return apot_quantize(x, alpha, spec.bits, spec.signed)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        (wide,) = widened(x)
         normal = apot_quantize(normalize_weight(wide, self.channel_axis), alpha, spec.bits, spec.signed)
         return (normal * self._deviation(wide.detach())).to(x.dtype)
 
@@ -133,7 +133,7 @@ class N2UQQuantizer(Quantizer):
 
     def compute_codes(self, x: Tensor) -> Tensor:
         """The level that each value falls on."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        (wide,) = widened(x)
         one = torch.ones_like(self.step, requires_grad=False)
         return n2uq_quantize(wide, self.finite_start(), self.positive("widths"), one, self.bounds()[0])
 
