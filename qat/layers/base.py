@@ -91,13 +91,10 @@ class QuantLayer(QuantTwin):
         norm: nn.Module | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Apply the layer, and the BatchNorm after it.
+        """Apply the layer, and the BatchNorm after it, which evaluation folds into the integers.
 
-        Args:
-            x: the input, in the shapes of torch's layer.
-            input_quantizer: the quantizer on whose grid x already lies; a layer that has its own applies any but that.
-            norm: the BatchNorm that follows; in evaluation it is folded into the integers.
-            bias: replaces the layer's own bias.
+        `input_quantizer` is the one on whose grid x already lies; a layer that has its own applies any but that. `bias`
+        replaces the layer's own.
         """
         return self.compute(x, self.weight, self.bias if bias is None else bias, input_quantizer, norm)
 
@@ -138,11 +135,7 @@ class QuantLayer(QuantTwin):
     ) -> IntegerWeight:
         """The layer's integers for an input on this grid; evaluation computes with them and export writes them.
 
-        Args:
-            input_quantizer: the input's quantizer.
-            norm: the BatchNorm to fold in.
-            weight: a weight to use instead of the layer's own weight and bias.
-            bias: the bias that belongs to `weight`; None for none.
+        A given weight, with its bias or None, takes the place of the layer's own two; `norm` is folded in.
         """
         return self.folded(input_quantizer.grid()[0].float(), norm, weight, bias)
 

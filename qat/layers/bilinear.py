@@ -61,13 +61,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     def forward(  # type: ignore[override]
         self, x1: Tensor, x2: Tensor, input_quantizer: Quantizer | None = None, other_quantizer: Quantizer | None = None
     ) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            x1, x2: the inputs, in the shapes of torch's layer.
-            input_quantizer: the quantizer on whose grid x1 already lies; a layer's own is applied unless it is that.
-            other_quantizer: the same for x2.
-        """
+        """Apply the layer to x1, on the grid of input_quantizer if given, and x2, on that of other_quantizer."""
         if self.input_quantizer is not None and self.input_quantizer is not input_quantizer:
             input_quantizer, x1 = self.input_quantizer, self.input_quantizer(x1)
         if self.other_quantizer is not None and self.other_quantizer is not other_quantizer:
@@ -102,16 +96,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         bias: Tensor | None = None,
         other_quantizer: Quantizer | None = None,
     ) -> IntegerWeight:
-        """The layer's integers for inputs on these grids; see `QuantLayer.integers`.
-
-        Args:
-            input_quantizer: the first input's quantizer.
-            norm, weight, bias: as in `QuantLayer.integers`.
-            other_quantizer: the second input's quantizer; required.
-
-        Raises:
-            ValueError: without other_quantizer.
-        """
+        """`QuantLayer.integers` for two inputs; a ValueError without the second one's quantizer."""
         if other_quantizer is None:
             raise ValueError(
                 "QuantBilinear.integers: other_quantizer must be the quantizer of the second input, got None"
