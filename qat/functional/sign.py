@@ -45,62 +45,49 @@ def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
     return (grad * (torch.clamp(t, min=1) * slope)).to(x.dtype)  # k t = max(1/t, 1) t
 
 
-class SignSTEFunction(STEFunction):
-    """y = 1 where x >= 0, else -1, with the gradients of `sign_ste`."""
+class SignGradientFunction(STEFunction):
+    """Base of the signs: x gets the gradient of this name, and none of the other inputs gets one.
+
+    The inputs are x, whatever the levels need, the name, and the progress of "error_decay" (None for others).
+    """
 
     @staticmethod
-    def forward(x: Tensor, gradient: str) -> Tensor:
-        return two_levels(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        x, ctx.gradient = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, *_, ctx.gradient, progress = inputs
         if ctx.gradient != "straight_through":
-            ctx.save_for_backward(x)
+            ctx.save_for_backward(x, progress)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        others = (None,) * (len(ctx.needs_input_grad) - 1)
+        if not ctx.needs_input_grad[0]:
+            return None, *others
         if ctx.gradient == "straight_through":
-            return grad, None
-        (x,) = ctx.saved_tensors
-        return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), None
+            return grad, *others
+        x, progress = ctx.saved_tensors
+        if ctx.gradient == "error_decay":
+            return error_decay_gradient(grad, x, progress), *others
+        return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), *others
 
 
-class ErrorDecaySignFunction(STEFunction):
-    """y = 1 where x >= 0, else -1, with the gradient of `error_decay_sign`; progress gets none."""
+class SignSTEFunction(SignGradientFunction):
+    """y = 1 where x >= 0, else -1, with the gradients of `sign_ste` and `error_decay_sign`."""
 
     @staticmethod
-    def forward(x: Tensor, progress: Tensor) -> Tensor:
+    def forward(x: Tensor, gradient: str, progress: Tensor | None) -> Tensor:
         return two_levels(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        x, progress = ctx.saved_tensors
-        return (error_decay_gradient(grad, x, progress) if ctx.needs_input_grad[0] else None), None
 
-
-class TernarySignSTEFunction(STEFunction):
+class TernarySignSTEFunction(SignGradientFunction):
     """y = 0 where |x| <= threshold, else sign(x), with the gradients of `ternary_sign_ste`."""
 
     @staticmethod
-    def forward(x: Tensor, threshold: Tensor, gradient: str) -> Tensor:
+    def forward(x: Tensor, threshold: Tensor, gradient: str, progress: None) -> Tensor:
         value, threshold = widened(x, threshold)
         size = value.abs()
         # both comparisons are false only where x or the threshold is NaN, and then so is their sum
         small = torch.where(size <= threshold, 0.0, value + threshold)
         return as_dtype(torch.where(size > threshold, torch.sign(value), small), x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        x, _, ctx.gradient = inputs
-        if ctx.gradient != "straight_through":
-            ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
-        return grad if ctx.gradient == "straight_through" else clipped_gradient(grad, *ctx.saved_tensors), None, None
 
 
 def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
@@ -120,7 +107,7 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
     ([-1.0, -1.0, 1.0, 1.0], [0.0, 1.5, 2.0, 0.0])
     """
     check_known("gradient", gradient, get_args(SignGradient), "sign_ste")
-    return apply(SignSTEFunction, require_floating(x, "sign_ste"), gradient)
+    return apply(SignSTEFunction, require_floating(x, "sign_ste"), gradient, None)
 
 
 def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
@@ -143,7 +130,8 @@ def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
     require_floating(x, "error_decay_sign")
     if not isinstance(progress, Tensor) and not 0 <= progress <= 1:
         raise ValueError(f"error_decay_sign: progress must lie in 0..1, got {progress}")
-    return apply(ErrorDecaySignFunction, x, setting_beside(x, progress, "progress", "error_decay_sign"))
+    done = setting_beside(x, progress, "progress", "error_decay_sign")
+    return apply(SignSTEFunction, x, "error_decay", done)
 
 
 def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: TernarySignGradient = "clipped") -> Tensor:
@@ -166,4 +154,4 @@ def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: Terna
     if not isinstance(threshold, Tensor) and not threshold >= 0:
         raise ValueError(f"ternary_sign_ste: threshold must be at least 0, got {threshold}")
     border = setting_beside(x, threshold, "threshold", "ternary_sign_ste")
-    return apply(TernarySignSTEFunction, x, border, gradient)
+    return apply(TernarySignSTEFunction, x, border, gradient, None)

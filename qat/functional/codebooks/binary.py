@@ -1,40 +1,24 @@
 """Binary weights: one scale a channel and a sign (XNOR-Net, Bi-Real, IR-Net)."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
-from qat.functional.sign import approximate_gradient, clipped_gradient, error_decay_gradient
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, tensor_beside
+from qat.functional.sign import SignGradientFunction
+from qat.functional.tensors import apply, as_dtype, check_known, require_floating, tensor_beside
 
 BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
 
 
-class BinaryFunction(STEFunction):
+class BinaryFunction(SignGradientFunction):
     """The sign of every weight times a scale that does not show in the gradient, which is as in `binary_quantize`."""
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, gradient: BinaryGradient, progress: Tensor | None) -> Tensor:
         # a NaN is in its channel's mean too, so it stays one
         return as_dtype(torch.where(weight >= 0, scale, -scale), weight.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, BinaryGradient, Tensor | None], output: Tensor) -> None:
-        weight, _, ctx.gradient, progress = inputs
-        if ctx.gradient != "straight_through":
-            ctx.save_for_backward(weight, progress)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        if ctx.needs_input_grad[0] and ctx.gradient != "straight_through":
-            weight, progress = ctx.saved_tensors
-            if ctx.gradient == "error_decay":
-                grad = error_decay_gradient(grad, weight, progress)
-            else:
-                grad = (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, weight)
-        return grad if ctx.needs_input_grad[0] else None, None, None, None
 
 
 def binary_quantize(
