@@ -48,7 +48,7 @@ class Quantizer(nn.Module):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
     A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`. One that learns
-    something else than a scale overrides `add_parameters` (which calls `add_zero_point` in any case), `set_range`, and
+    something else than a scale overrides `add_parameters` (which calls `add_zero_point` in any case), `cover`, and
     `grid` and `compute_codes` if it has a grid. A grid or option that the rule cannot have is a ValueError.
 
     Args:
@@ -329,14 +329,6 @@ class Quantizer(nn.Module):
 
         A bound that is NaN or infinite, or a range wider than float32, is a ValueError.
         """
-        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
-        self.set_positive("scale", scale)
-        if self.zero_point is not None:
-            self.zero_point.copy_(zero_point)
-        self.mark_calibrated()
-
-    def checked_range(self, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Both bounds, finite, in the shape of the scales, where they live."""
         low, high = (torch.as_tensor(each).detach().to(self.calibrated.device, torch.float32) for each in (low, high))
         if not bool(torch.isfinite(high - low).all()):
             raise ValueError(
@@ -345,7 +337,15 @@ class Quantizer(nn.Module):
         low, high = (
             bound.reshape(self.shape) if bound.numel() == math.prod(self.shape) else bound for bound in (low, high)
         )
-        return low.expand(self.shape), high.expand(self.shape)
+        self.cover(low.expand(self.shape), high.expand(self.shape))
+        self.mark_calibrated()
+
+    def cover(self, low: Tensor, high: Tensor) -> None:
+        """What `set_range` does to the parameters; both bounds are finite and have the shape of the scales."""
+        scale, zero_point = scale_and_zero_point(low, high, self.spec)
+        self.set_positive("scale", scale)
+        if self.zero_point is not None:
+            self.zero_point.copy_(zero_point)
 
     def mark_calibrated(self) -> None:
         """Remember that the range comes from data."""

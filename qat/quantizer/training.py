@@ -51,19 +51,13 @@ def parameter_groups(
     the groups stay the same when it is called or undone, and a resumed optimizer finds what it saved.
 
     Args:
-        model: prepared, or any other; without quantizers there are the first three groups.
         quantizer_lr_factor: the rate of all quantizer parameters as a factor of lr; None: by bits, as above.
         quantizer_lr: the rate of all quantizer parameters, whatever lr is: for an optimizer of their own, such as
             EWGS's Adam at 1e-5 (arXiv:2104.00903) beside SGD.
         quantizer_weight_decay: a scale that decays shrinks its range.
 
-    Returns:
-        Groups with the keys name, params, lr and weight_decay, without empty groups. Each parameter is in exactly one,
-        also if it is shared.
-
-    Raises:
-        TypeError: if model is not an nn.Module (for example model.parameters()).
-        ValueError: if the model has no trainable parameter, a number is negative, or quantizers get two rates.
+    Groups have the keys name, params, lr and weight_decay, and are not empty. Each parameter is in exactly one, also if
+    it is shared. A model without trainable parameters, a negative number, or two rates for quantizers are a ValueError.
 
     >>> from qat import prepare
     >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), example_inputs=torch.randn(2, 3, 8, 8))

@@ -68,15 +68,13 @@ class PACTQuantizer(Quantizer):
             return alpha / self.spec.qmax, torch.zeros_like(alpha, requires_grad=False)
         return alpha / (self.spec.qmax - self.zero_point.float()), self.zero_point.float()
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """alpha = high, or what covers low .. high."""
-        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        scale, zero_point = scale_and_zero_point(low, high, self.spec)
         zero_point = zero_point.clamp(max=self.spec.qmax - 1)
         if self.zero_point is not None:
             self.zero_point.copy_(zero_point)
         self.set_positive("alpha", scale * (self.spec.qmax - zero_point))
-        self.mark_calibrated()
 
     def penalty(self) -> Tensor | None:
         """The paper's decay of alpha, without which it only grows."""
@@ -169,10 +167,8 @@ class DoReFaQuantizer(Quantizer):
         """The weight on its levels, at float32 precision at least."""
         return dorefa_quantize_weight(*widened(x), self.spec.bits, self.channel_axis)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Find the zero point."""
-        _, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        _, zero_point = scale_and_zero_point(low, high, self.spec)
         if self.zero_point is not None:
             self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))
-        self.mark_calibrated()

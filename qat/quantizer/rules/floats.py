@@ -31,13 +31,10 @@ class FloatQuantizer(FixedBits):
         """`float_quantize`."""
         return float_quantize(x, self.learned("scale", x), self.format)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """The larger end becomes the format's largest number."""
-        low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high)
         self.set_positive("scale", torch.where(reach > 0, reach, 1.0) / FLOAT_FORMATS[self.format].largest)
-        self.mark_calibrated()
 
 
 @register_quantizer("fp8_e4m3")

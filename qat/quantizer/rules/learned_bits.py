@@ -103,13 +103,10 @@ class LearnedBitsQuantizer(Quantizer):
         super().fit(values, elements)
         self.elements.fill_(values.numel() if elements is None else elements)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Cover the larger end."""
-        low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high) if self.spec.signed else high
         self.set_positive("reach", torch.where(reach > 0, reach, 1.0))
-        self.mark_calibrated()
 
     @torch.no_grad()
     def repair(self) -> None:

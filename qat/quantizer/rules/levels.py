@@ -67,13 +67,10 @@ class APoTQuantizer(Quantizer):
             values = normalize_weight(values.detach().float(), 0)
         super().fit(values, elements)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """alpha = the larger end."""
-        low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high)
         self.set_positive("alpha", torch.where(reach > 0, reach, 1.0))
-        self.mark_calibrated()
 
     def _deviation(self, x: Tensor) -> Tensor:
         rows = x.reshape(1, -1) if not self.shape else x.reshape(self.alpha.numel(), -1)
@@ -137,14 +134,12 @@ class N2UQQuantizer(Quantizer):
         one = torch.ones_like(self.step, requires_grad=False)
         return n2uq_quantize(wide, self.finite_start(), self.positive("widths"), one, self.bounds()[0])
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Even thresholds, at the middle between levels: rounding to start with."""
-        scale, _ = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        scale, _ = scale_and_zero_point(low, high, self.spec)
         self.start.copy_(scale * self.bounds()[0])
         self.set_positive("widths", scale.expand_as(self.widths))
         self.set_positive("step", scale)
-        self.mark_calibrated()
 
     def repair(self) -> None:
         """A start that became NaN or infinite goes back to the lowest level."""
