@@ -1,6 +1,6 @@
 """`QuantLayer`, the base of quantized layers with one weight: fake-quantized in training, integers in evaluation."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -159,7 +159,9 @@ class QuantLayer(QuantTwin):
         The codes are integers in float32. Sums up to 2^24 are exact in any order. Larger sums have a relative error of
         2^-24, far less than the level to which they are rounded next.
         """
-        with exact_arithmetic(x.device):
+        # sums of integers are exact without autocast, which the meta device does not have
+        meta = x.device.type == "meta"
+        with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, self.sum_dtype)
             x_codes = with_strides_of(x, round_ste(x.to(wide) / step))
             codes = self.torch_layout(integers.codes.to(wide))
@@ -171,11 +173,6 @@ def with_strides_of(x: Tensor, y: Tensor) -> Tensor:
     """y with x's strides on axes of length 1; torch chooses the memory format of a convolution's result by them."""
     strides = [mine if size == 1 else other for size, mine, other in zip(x.shape, x.stride(), y.stride(), strict=True)]
     return y if list(y.stride()) == strides else y.as_strided(y.shape, strides)
-
-
-def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast, for sums of integers; the meta device has no autocast."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def quantizer_or_none(activation_spec: ActivationSpec, device: torch.device | str | None) -> Quantizer | None:

@@ -62,17 +62,12 @@ def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     return ((1 - update) * new + update * state[0],)
 
 
-def tanh_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """h' = tanh(from_input + from_hidden), shapes (N, H)."""
-    return (torch.tanh(from_input + from_hidden),)
-
-
-def relu_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """h' = relu(from_input + from_hidden), shapes (N, H)."""
-    return (torch.relu(from_input + from_hidden),)
-
-
-CELLS: dict[str, Cell] = {"LSTM": lstm_cell, "GRU": gru_cell, "RNN_TANH": tanh_cell, "RNN_RELU": relu_cell}
+CELLS: dict[str, Cell] = {
+    "LSTM": lstm_cell,
+    "GRU": gru_cell,
+    "RNN_TANH": lambda from_input, from_hidden, _: (torch.tanh(from_input + from_hidden),),
+    "RNN_RELU": lambda from_input, from_hidden, _: (torch.relu(from_input + from_hidden),),
+}
 """The arithmetic of one step, by torch's `mode` of the layer."""
 
 
