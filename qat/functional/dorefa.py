@@ -103,7 +103,7 @@ def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
 
 
 def _squash(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    squashed = torch.tanh(*widened(weight))
+    squashed = torch.tanh(widened(weight)[0])
     size = squashed.abs()
     largest = over(torch.amax, size, axes) if size.numel() else size  # amax refuses an empty axis
     return squashed, torch.where(largest < torch.finfo(size.dtype).tiny, 1, largest)  # it is divided by

@@ -58,7 +58,7 @@ class PACTQuantizer(Quantizer):
         zero_point = self.zero_point.float()
         above = self.spec.qmax - zero_point
         step = (alpha / above).detach()
-        clipped = clamp_ste(*widened(x), -(alpha / above) * zero_point, alpha)
+        clipped = clamp_ste(widened(x)[0], -(alpha / above) * zero_point, alpha)
         return (round_ste(clipped / step) * step).to(x.dtype)
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -159,13 +159,13 @@ class DoReFaQuantizer(Quantizer):
 
     def reach(self, x: Tensor) -> Tensor:
         """The largest |tanh(x)| for each scale, dims kept, a constant; 1 where all are zero."""
-        size = torch.tanh(*widened(x.detach())).abs()
+        size = torch.tanh(widened(x.detach())[0]).abs()
         largest = size.amax(shared_axes(x, self.shape), keepdim=True)
         return torch.where(largest == 0, 1.0, largest)
 
     def forward_weight(self, x: Tensor) -> Tensor:
         """The weight on its levels, at float32 precision at least."""
-        return dorefa_quantize_weight(*widened(x), self.spec.bits, self.channel_axis)
+        return dorefa_quantize_weight(widened(x)[0], self.spec.bits, self.channel_axis)
 
     def cover(self, low: Tensor, high: Tensor) -> None:
         """Find the zero point."""
