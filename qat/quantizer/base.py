@@ -190,7 +190,9 @@ class Quantizer(nn.Module):
                 " qat.calibrate(model, batches) first; qat.summary(model) marks those without a range",
                 stacklevel=2,
             )
-        x = to_groups(x, self.spec)
+        grouped = self.spec.granularity == "group"
+        if grouped:
+            x = to_groups(x, self.spec)
         if self.training:
             self.repair()
             if not self.is_frozen:
@@ -202,7 +204,7 @@ class Quantizer(nn.Module):
         y = self.quantize(x)
         if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
             raise ValueError(f"{type(self).__name__}.quantize: x is {described(x)}, what it returned {described(y)}")
-        return from_groups(y, self.spec)
+        return from_groups(y, self.spec) if grouped else y
 
     def follow(self, x: Tensor) -> None:
         """Take note of a training batch, before it is quantized: for rules whose range follows the data."""
