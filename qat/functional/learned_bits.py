@@ -38,8 +38,8 @@ class LearnedBitsFunction(STEFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, reach, bits = ctx.saved_tensors
         signed, grad_factor = ctx.options
-        value, end, learned, upstream = widened(x.detach(), reach, bits, grad)
-        learned_end, end = end, end.detach()  # whatever came from a rounding or a clamp counts as a constant
+        value, learned_end, learned, upstream = widened(x.detach(), reach, bits, grad)
+        end = learned_end.detach()  # whatever came from a rounding or a clamp counts as a constant
         whole = _highest_integer(bits, signed, value.dtype)
         inside = (value >= (-end if signed else 0)) & (value <= end)
         grad_x = grad_reach = grad_bits = None
