@@ -10,10 +10,8 @@ from pathlib import Path
 def atomic_write(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to; at the end of the context it is renamed to `path`, or removed after an error.
 
-    Args:
-        path: the file. If it exists, readers see either the old content or the new, never a part.
-        temporary: a name in the same folder that no other writer uses; by default one with the process id, because
-            every process of a distributed run may export.
+    Readers see either the old content or the new, never a part. `temporary` is a name in the same folder that no other
+    writer uses; by default one with the process id, because every process of a distributed run may export.
     """
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

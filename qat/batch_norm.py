@@ -26,14 +26,12 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
 
         mean = average of the batches' means;    var = average of their variances
 
-    Args:
-        model: a float model or a prepared one; only buffers of its BatchNorms change, and not of frozen ones.
-        batches: as for `calibrate`, at least two images in each: some 5,000 training images, augmented as in training.
-            The network was trained to be normalised by their statistics, and not by those of plain images: with black
-            borders from crops a MobileNetV2 at 4 bits lost 2.9 points on CIFAR-10 to statistics of plain ones.
+    Only buffers of BatchNorms change, not of frozen ones. The batches are as for `calibrate`, at least two images in
+    each: some 5,000 training images, augmented as in training. The network was trained to be normalised by their
+    statistics, and not by those of plain images: with black borders from crops a MobileNetV2 at 4 bits lost 2.9 points
+    on CIFAR-10 to statistics of plain ones.
 
-    Returns:
-        How many BatchNorms were computed anew: 0 for a model without any, or if the batches reached none.
+    It returns how many BatchNorms were computed anew: 0 for a model without any, or if the batches reached none.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     >>> reestimate_batch_norm(model, [torch.randn(64, 4) + 5])
@@ -71,9 +69,8 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
 
 
 def _average_over_ranks(norms: list[Any]) -> None:
-    """Weighted by the batches that reached each on each rank."""
     for norm in norms:
-        mine = norm.num_batches_tracked.clone()
+        mine = norm.num_batches_tracked.clone()  # those of this rank that reached it
         norm.num_batches_tracked.copy_(summed(mine))
         for average in (norm.running_mean, norm.running_var):
             average.copy_(summed(average * mine) / norm.num_batches_tracked.clamp(min=1))
@@ -83,14 +80,10 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
     """Let every BatchNorm normalise with its running statistics in training too, and keep these; gamma and beta learn.
 
     It survives `model.train()`, copies and pickles, and `reestimate_batch_norm` leaves frozen statistics alone. Like
-    train() and eval() it is not in the state dict: after loading one to go on with training, freeze again.
+    train() and eval() it is not in the state dict: after loading one to go on with training, freeze again. With
+    frozen=False they use and follow the statistics of the batches again.
 
-    Args:
-        model: a float model or a prepared one.
-        frozen: False: use and follow the statistics of the batches in training again.
-
-    Returns:
-        How many BatchNorms there are; those without running statistics have nothing to freeze.
+    It returns how many BatchNorms there are; those without running statistics have nothing to freeze.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     >>> freeze_batch_norm(model)
@@ -111,7 +104,6 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
 
 
 def _stay_in_evaluation(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """What `train` of a frozen BatchNorm does."""
     return norm
 
 
@@ -123,11 +115,8 @@ def sync_batch_norm(model: nn.Module) -> int:
     fused passes. It folds and exports as before, its state dict is BatchNorm's, and without torch.distributed it
     computes as BatchNorm does.
 
-    Args:
-        model: a float model or a prepared one, on the device of its training; its modules stay and change their class.
-
-    Returns:
-        How many BatchNorms there are.
+    The model is on the device of its training; its modules stay and change their class. It returns how many BatchNorms
+    there are.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     >>> sync_batch_norm(model)
@@ -171,11 +160,10 @@ class SyncBatchNorm(AnyBatchNorm):
         return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
 
     def _check_input_dim(self, x: Tensor) -> None:
-        """Any number of axes behind the channels."""
+        pass  # any number of axes behind the channels
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics, as BatchNorm does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)

@@ -70,8 +70,7 @@ def calibrate(
             one call, since a second one takes what the first one made for the original.
 
     Raises:
-        TypeError: if model is not an nn.Module, batches is not iterable, a batch has an unsupported type, or a step is
-            none.
+        TypeError: for a model, batch or step of another type.
         ValueError: for a model without quantizers, or without a graph for steps; without a batch; for a limit below 1;
             if the model does not run with a batch; if a quantizer saw no value, or NaN or infinity (the first that did
             is named); if a twin of your own (`register_twin`) evaluates otherwise than it trains.
@@ -123,7 +122,6 @@ def calibrate(
 
 
 def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None:
-    """Run these steps, on rank 0 for all."""
     if not steps:
         return
     original = copy.deepcopy(model)
@@ -137,7 +135,6 @@ def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None
 
 @contextmanager
 def _unchanged_on_error(model: nn.Module, weights: bool) -> Iterator[None]:
-    """A context that gives every quantizer, or the whole model, its state back if the block raises."""
     changed = [model] if weights else [module for module in model.modules() if isinstance(module, Quantizer)]
     states = [copy.deepcopy(module.state_dict()) for module in changed]
     try:
@@ -155,7 +152,7 @@ def _observe(
     batches: Iterable[Batch],
     limit: int | None,
 ) -> dict[str, RangeObserver]:
-    """What each quantizer sees while the batches run; the weights of functions get their ranges on the way."""
+    # the weights of functions get their ranges on the way
     turns = itertools.count()
     observers = {name: RangeObserver(turns) for name in quantizers}
     try:
@@ -174,7 +171,6 @@ def _observe(
 
 
 def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tuple[str, Quantizer]]:
-    """Those whose range is to be set; the log names the others, weights included."""
     own = {name: each for name, each in model.named_modules() if isinstance(each, Quantizer) and not each.is_fixed}
     frozen = [name for name, each in own.items() if each.is_frozen]
     if frozen:
@@ -196,8 +192,7 @@ def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
 
 
 def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, RangeObserver]) -> None:
-    """Set the ranges in the order in which the model ran, so that an error names the quantizer where NaN began."""
-    found = []
+    found = []  # set in the order in which the model ran, so that an error names the quantizer where NaN began
     for name, quantizer in quantizers:
         observer, extremes = observers[name], quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = [torch.from_numpy(part) for part in of_all_ranks(observer.values(extremes).numpy())]
@@ -213,7 +208,6 @@ def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, Ra
 
 @contextmanager
 def _naming(tensor: str) -> Iterator[None]:
-    """A context whose errors say of which tensor the range is."""
     try:
         yield
     except ValueError as error:

@@ -183,11 +183,10 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def _is_detection(inputs: Any, labels: Any) -> bool:
-    """Whether these are tuples of images and of their targets: a mapping each, or COCO's list of mappings."""
+    # tuples of images and of their targets: a mapping each, or COCO's list of mappings
     several = isinstance(inputs, tuple) and isinstance(labels, (tuple, list)) and len(inputs) == len(labels) > 0
     return several and all(isinstance(target, (Mapping, list)) for target in labels)
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is NumPy's; NumPy is not imported for it."""
-    return type(value).__module__ == "numpy"
+    return type(value).__module__ == "numpy"  # which is not imported for this

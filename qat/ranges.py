@@ -20,17 +20,9 @@ _MSE_CANDIDATES = 80
 
 
 def initial_range(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The range that `spec.init` finds for these values.
+    """The range that `spec.init` finds: low (<= 0) and high (>= 0) in float32.
 
-    Args:
-        values: shape (groups, elements), one row per scale; at least one element each.
-        spec: grid and name of the rule.
-
-    Returns:
-        low (<= 0) and high (>= 0), each of shape (groups,) in the values' unit, float32.
-
-    Raises:
-        ValueError: if a value is NaN or infinite, or a row is empty.
+    A value that is NaN or infinite, or an empty row, is a ValueError.
 
     >>> low, high = initial_range(torch.tensor([[-1.0, 0.5, 2.0]]), QuantSpec(init="minmax"))
     >>> low.item(), high.item()
@@ -73,14 +65,8 @@ def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Te
     affine:     scale = (high - low) / (qmax - qmin), zero_point = clamp(round(qmin - low / scale), qmin, qmax)
 
     On an affine grid the rounding of zero_point moves the bounds by up to half a step.
-    An empty range (all values zero) gets the scale 1: every grid represents zeros.
-
-    Args:
-        low, high: any shape, low <= 0 <= high.
-        spec: the grid.
-
-    Returns:
-        scale (> 0) and zero_point (an integer, as float32), both of the shape of low.
+    An empty range (all values zero) gets the scale 1: every grid represents zeros. low <= 0 <= high have any shape,
+    which scale (> 0) and zero_point (an integer, as float32) then have too.
     """
     if spec.symmetric:
         scale = high / spec.qmax
@@ -113,8 +99,7 @@ def _percentile(values: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
 
 
 def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The range whose grid has LSQ's initial scale 2*mean|x|/sqrt(qmax) (arXiv:1902.08153)."""
-    scale = 2 * values.abs().mean(1) / math.sqrt(spec.qmax)
+    scale = 2 * values.abs().mean(1) / math.sqrt(spec.qmax)  # arXiv:1902.08153
     low, high = _minmax(values)
     if spec.symmetric:
         # A grid without negatives keeps the extreme, so that the caller sees what it cannot hold.
@@ -125,7 +110,6 @@ def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 def _squared_error(values: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
-    """Of every row of values, with scale and zero of shape (rows, 1)."""
     if len(values) == 1 and not plain_here() and quantizers.applies(values, scale, zero):
         return torch.tensor([quantizers.squared_error(values, scale, zero, spec.qmin, spec.qmax)])
     on_grid = (torch.clamp(torch.round(values / scale) + zero, spec.qmin, spec.qmax) - zero) * scale
@@ -133,7 +117,6 @@ def _squared_error(values: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec)
 
 
 def _least_squares(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Shrink the min-max range step by step; keep, row by row, the one with the least squared error."""
     low, high = _minmax(values)
     best = torch.full_like(low, torch.inf)
     best_share = torch.ones_like(low)

@@ -55,17 +55,14 @@ class QuantRecipe:
             when the model is prepared. A different rule starts with its own default options; a granularity other than
             "group" drops the group_size.
         target: the runtime for which the grids are made: one of `qat.targets.PROFILES`, which docs/targets.md explains.
-        first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
-            treats it like the others. Overrides win over it.
-        last_bits: the same for the last one.
+        first_bits, last_bits: bits of weight and input of the first and of the last quantized layer in the order of
+            execution, 1 to 16; None treats it like the others. Overrides win over them.
         residual_bits: bits of the tensors that sums, products, concatenations, averages and float operations read, 1
             to 16. None: at least 8, since published low-bit networks have all these in float. If these are not
             activation's bits, the grid is the target's own, and a layer that reads such a tensor gets its own grid
             behind that one.
 
-    Raises:
-        TypeError: for a weight or activation of another type; for a key that is neither text nor a class.
-        ValueError: for an unknown target, field or override key, or a grid that the target does not run.
+    An unknown target, field or override key, or a grid that the target does not run, is a ValueError.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
     >>> recipe = QuantRecipe(weight={"bits": 4}, overrides={"conv1": first_and_last})
@@ -135,10 +132,8 @@ class QuantRecipe:
     ) -> LayerRecipe:
         """The grids of a layer: the recipe's own, then first_bits or last_bits, then every override that matches.
 
-        Args:
-            name: name of the layer in its model.
-            kind: class of the float layer, without its parametrizations; None ignores overrides by type.
-            position: "first" or "last" if the layer is first or last in the order of execution.
+        `kind` is the class of the float layer, without its parametrizations; None ignores overrides by type. `position`
+        is "first" or "last" in the order of execution.
 
         >>> from torch import nn
         >>> recipe = QuantRecipe(last_bits=6, overrides={nn.Linear: {"weight": {"init": "mse"}}})
@@ -158,10 +153,7 @@ class QuantRecipe:
     def matches(pattern: str, name: str, kind: "type[nn.Module] | str | None" = None) -> bool:
         """Whether a key of `overrides` matches a layer; a key that names a module matches all layers in it.
 
-        Args:
-            pattern: the key.
-            name: name of the layer in its model.
-            kind: class of the float layer, or its name; None matches no `type:` key.
+        `kind` is the class of the float layer, or its name; None matches no `type:` key.
 
         >>> QuantRecipe.matches("layer1", "layer1.0.conv1"), QuantRecipe.matches("type:Linear", "fc")
         (True, False)
@@ -186,7 +178,6 @@ class QuantRecipe:
         )
 
     def _check_target(self, layer: LayerRecipe, where: str) -> None:
-        """Refuse grids that the target does not run, or that this library cannot fold."""
         refusal = grid_refusal(self.profile, "activation", layer.activation)
         refusal = refusal or grid_refusal(self.profile, "weight", layer.weight)
         if refusal is not None:
@@ -202,7 +193,6 @@ def grid_refusal(profile: TargetProfile, role: Role, spec: QuantSpec) -> str | N
 
 
 def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
-    """The layer's recipe with this number of bits for weight and input; None changes nothing."""
     if bits is None:
         return layer
     change = {"bits": bits}
@@ -210,7 +200,6 @@ def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
 
 
 def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:
-    """The spec of all weights, or of all activations, completed by the target's."""
     if given is None:
         return default
     if not isinstance(given, (QuantSpec, Mapping)):
@@ -240,7 +229,6 @@ def pattern_of(key: Any) -> str | None:
 
 
 def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The overrides with text keys: nn.Linear becomes "type:Linear"."""
     if not isinstance(overrides, Mapping):
         raise TypeError(f"QuantRecipe: overrides must be a mapping, got {overrides!r}")
     found: dict[str, Mapping[str, Any]] = {}

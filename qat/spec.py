@@ -55,9 +55,6 @@ class QuantSpec:
     Attributes:
         qmin, qmax: lowest and highest integer of the grid; left open, it counts as 8 bits, signed, and not narrow.
 
-    Raises:
-        ValueError: for values outside these.
-
     >>> four_bits = QuantSpec(bits=4)
     >>> four_bits
     QuantSpec(bits=4)
@@ -93,7 +90,11 @@ class QuantSpec:
         if not 50 < percentile <= 100:
             raise ValueError(f"QuantSpec: percentile must be above 50 and at most 100, got {percentile!r}")
         self._check_group()
-        self._check_ewgs()
+        delta = self.ewgs_delta
+        if delta is not None and not 0 <= delta < float("inf"):
+            raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {delta!r}")
+        if delta is not None and self.ewgs not in ("fixed", UNSET):
+            raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
         most = self.max_magnitude
         if most is not None and most < 1:
             raise ValueError(f"QuantSpec: max_magnitude must be a whole number of at least 1 or None, got {most!r}")
@@ -115,13 +116,6 @@ class QuantSpec:
         grouped = granularity == "group" or size is not None
         if grouped and (size is None or size < 1):
             raise ValueError(f"QuantSpec: granularity='group' needs a group_size of at least 1, got {size!r}")
-
-    def _check_ewgs(self) -> None:
-        delta = self.ewgs_delta
-        if delta is not None and not 0 <= delta < float("inf"):
-            raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {delta!r}")
-        if delta is not None and self.ewgs not in ("fixed", UNSET):
-            raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
 
     if TYPE_CHECKING:  # attributes that `__post_init__` sets: a quantizer reads them at every call
 
@@ -145,11 +139,8 @@ class QuantSpec:
     def resolved(self, default: "QuantSpec") -> "QuantSpec":
         """The complete spec: what this one leaves open is the default's choice. A complete one stays as it is.
 
-        Args:
-            default: the grid of a target (`recipe.profile.weight`), or of a role (`default_spec("weight")`).
-
-        Raises:
-            ValueError: if what is given does not go with the default.
+        The default is the grid of a target (`recipe.profile.weight`), or of a role (`default_spec("weight")`); what is
+        given and does not go with it is a ValueError.
         """
         given = self.given()
         return self if given.keys() >= _REQUIRED else default.changed(given)
@@ -162,12 +153,8 @@ class QuantSpec:
         which needs no mirror image: int8 and int4 hold that; from few bits to more it comes back), and below 8 bits
         the extremes as a range: they leave most values on zero.
 
-        Args:
-            change: names of fields to values. None leaves a field as it is, but for group_size, ewgs_delta and
-                max_magnitude, where it is a choice.
-
-        Raises:
-            ValueError: if the values do not go together.
+        None leaves a field as it is, but for group_size, ewgs_delta and max_magnitude, where it is a choice. Values
+        that do not go together are a ValueError.
 
         >>> print(default_spec("weight").changed({"signed": False}))
         uint8 symmetric per channel
@@ -189,7 +176,7 @@ class QuantSpec:
         return replace(self, **{**dropped, **change})
 
     def _of_other_bits(self, change: Mapping[str, Any]) -> dict[str, Any]:
-        """What a change of bits changes too, if it was not chosen against the old ones."""
+        # what a change of bits changes too, if it was not chosen against the old ones
         old, new = self.bits, change.get("bits")
         if old is None or new is None or old == new:  # left open: the role's spec says
             return {}

@@ -31,19 +31,11 @@ def disable_fake_quant(
     In a prepared model a tensor is quantized once, for all that read it. A layer's activations are the quantizers of
     its inputs: switched off, they pass float to the other layers that read them too.
 
-    Args:
-        model: a prepared model, or any module that holds quantized layers.
-        layers: one pattern or several, as in a recipe's `overrides`: the name of a layer, or of a block with all that
-            is in it, as in fnmatch; or a float class, `nn.Linear` or "type:Linear"; or the name of a quantizer.
-        weights: switch the quantizers of weights.
-        activations: switch those of activations.
-
-    Returns:
-        A context manager that puts all of these switches back to what they were before the call.
-
-    Raises:
-        TypeError: if a pattern is neither text nor a class, such as the layer itself.
-        ValueError: if a pattern names nothing, or there is no quantizer of the wanted kind in what it names.
+    `layers` is one pattern or several, as in a recipe's `overrides`: the name of a layer, or of a block with all that
+    is in it, as in fnmatch; or a float class, `nn.Linear` or "type:Linear"; or the name of a quantizer. A pattern that
+    names nothing, or nothing with a quantizer of the wanted kind, is a ValueError; what is neither text nor a class,
+    such as the layer itself, a TypeError. The context manager that is returned puts all of these switches back to what
+    they were before the call.
 
     >>> import torch, qat
     >>> x = torch.randn(64, 8)
@@ -83,13 +75,8 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     evaluation and export use the frozen ranges. The state dict remembers it (`<quantizer>.frozen`, there only while it
     is set), and loading one freezes or unfreezes accordingly: load first, then freeze.
 
-    An optimizer may keep the frozen parameters: without a gradient it leaves them alone.
-
-    Args:
-        frozen: False: let ranges learn, or follow the data, again.
-
-    Returns:
-        How many quantizers there are; a ValueError without any.
+    An optimizer may keep the frozen parameters: without a gradient it leaves them alone. With frozen=False ranges
+    learn, or follow the data, again. It returns how many quantizers there are, and raises a ValueError without any.
 
     >>> from qat import QuantLinear
     >>> layer = QuantLinear(4, 2)
@@ -117,7 +104,6 @@ def switched(quantizers: list[Quantizer], disabled: bool) -> ExitStack:
 
 
 def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, activations: bool) -> list[Quantizer]:
-    """The quantizers of these roles in what the patterns name, each once."""
     check_types(_selected, locals(), caller)
     roles = {role for role, wanted in (("weight", weights), ("activation", activations)) if wanted}
     if not roles:
@@ -157,7 +143,6 @@ def named_quantizers(model: nn.Module) -> Iterator[tuple[str, str | None, list[Q
 
 
 def _handed(model: nn.Module) -> dict[nn.Module, list[Quantizer]]:
-    """The quantizers of their inputs that graphs hand to layers."""
     found: dict[nn.Module, list[Quantizer]] = {}
     for part in model.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():

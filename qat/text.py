@@ -9,11 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
-    """The lines of a plain-text table, its columns two spaces apart.
+    """The lines of a plain-text table, its columns two spaces apart; the rows are of one length, the head first.
 
-    Args:
-        rows: the head first; each of the same length.
-        numbers: align all columns but the first to the right, and underline the head.
+    With `numbers` all columns but the first are aligned to the right, and the head is underlined.
 
     >>> print(*table([["name", "bits"], ["conv1", "8"]]), sep="\\n")
     name   bits
@@ -97,8 +95,7 @@ UNIONS = (Union, UnionType)
 def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
     """Refuse values of other types than the fields of a class or the arguments of a function have; no bool is a number.
 
-    Raises:
-        ValueError: with what would be right; it begins with `where`, or else with the name of the class or function.
+    The ValueError says what would be right; it begins with `where`, or else with the name of the class or function.
     """
     for name, hint in _hints_of(kind).items():
         if name in given and not _fits(given[name], hint):

@@ -18,13 +18,6 @@ def grouped(batches: Iterable[Batch], count: int) -> Iterator[list[Batch]]:
     costs the memory of one batch's activations, and `count` batches of inputs, since the shares have to be known before
     the first forward. Time is that of the small batches. Rules that follow ranges (`minmax`, `ema`) follow each batch.
 
-    Args:
-        batches: such as a DataLoader; it is read one group at a time.
-        count: batches of a step, at least 1.
-
-    Raises:
-        ValueError: if count is below 1.
-
     >>> import torch
     >>> from torch.nn.functional import mse_loss
     >>> model, x, y = torch.nn.Linear(2, 1), torch.randn(5, 2), torch.randn(5, 1)

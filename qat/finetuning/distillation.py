@@ -44,11 +44,6 @@ class Distillation:
         features: names of modules that both models have, whose outputs are of the same shape, with their weights.
             The student then is `watching(model)`, which returns these outputs too.
 
-    Raises:
-        TypeError: if teacher is not an nn.Module, or does not return a tensor.
-        ValueError: for a temperature or weight outside its range; a module that a model does not have; or outputs of
-            teacher and student that differ in shape.
-
     >>> teacher, student, images = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(8, 4)
     >>> distillation = Distillation(teacher)
     >>> logits, labels = student(images), torch.zeros(8, dtype=torch.long)
@@ -115,7 +110,6 @@ class Distillation:
 
 
 def _watched(model: nn.Module, names: list[str]) -> nn.Module:
-    """The model itself if there are no names, else one with its modules that returns a dictionary of their outputs."""
     if not names:
         return model
     if isinstance(model, PreparedGraph):  # calls the layers in a block and not the block, so that no hook on it fires
@@ -124,8 +118,6 @@ def _watched(model: nn.Module, names: list[str]) -> nn.Module:
 
 
 class _Watching(nn.Module):
-    """Collects outputs by hooks."""
-
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
         self.model, self.names = model, names

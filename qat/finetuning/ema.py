@@ -23,15 +23,10 @@ class EMA:
     `qat.reestimate_batch_norm` before an evaluation. Under torch.distributed each rank averages its own, without an
     exchange: equal parameters have equal averages.
 
-    It costs one pass over the parameters in every step, and their memory once. torch's `AveragedModel` also averages
-    integers and reads its counter from the device in every step, so only its update function is used here.
+    It costs one pass over the parameters in every step, and their memory once.
 
-    Args:
-        model: prepared and calibrated, or any other, on the device of its training.
-        decay: from 0 (no averaging) to 1 (the average never changes); 0.999 averages about the last 1,000 steps.
-
-    Raises:
-        ValueError: for a decay outside.
+    The model is on the device of its training; decay is from 0 (no averaging) to 1 (the average never changes): 0.999
+    averages about the last 1,000 steps.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> ema = EMA(model, decay=0.75)
@@ -50,6 +45,7 @@ class EMA:
         expect_model(EMA, model, locals())
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA: decay must be from 0 to 1, got {decay!r}")
+        # Of `AveragedModel` the update alone: it averages integers too, and reads a counter from the device each step.
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages = {
             name: tensor.detach().clone()
@@ -99,14 +95,12 @@ class EMA:
         _copy(list(self._averages.values()), [state[name] for name in self._averages])
 
     def _of(self, model: nn.Module) -> list[Tensor]:
-        """The model's tensors that are averaged, in the order of the averages."""
         tensors = dict(_tensors(model))
         return [tensors[name].detach() for name in self._averages]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, a shared one once; under FSDP2 the rank's parts."""
-    reshard(model)
+    reshard(model)  # the rank's parts
     yield from model.named_parameters()
     yield from model.named_buffers()
 

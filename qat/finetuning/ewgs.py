@@ -28,18 +28,12 @@ def update_ewgs(
     the grid's range, the unit of `QuantSpec.ewgs_delta`. Under torch.distributed every rank brings batches of its own,
     and all get the deltas of the averages over them.
 
-    Args:
-        model: prepared and calibrated; buffers (BatchNorm statistics) and gradients do not change.
-        loss_function: called as loss_function(model, batch); returns a scalar.
-        batches: a few batches, on the model's device.
-        draws: random sign vectors for each batch.
+    Called as loss_function(model, batch), the loss is a scalar; the batches are on the model's device; `draws` is the
+    random sign vectors for each. Buffers (BatchNorm statistics) and gradients of the model do not change.
 
-    Returns:
-        The new deltas by quantizer name; empty if no quantizer uses `ewgs="hessian"`.
-
-    Raises:
-        ValueError: if the weights are sharded (FSDP2), if there is no batch, if no quantizer ran (in eval() layers
-            compute on their integers), or if the model has an operation without a second derivative.
+    Returns the new deltas by quantizer name; a ValueError is raised if the weights are sharded (FSDP2), if there is no
+    batch, if no quantizer ran (in eval() layers compute on their integers), or if the model has an operation without a
+    second derivative.
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
     """
@@ -83,7 +77,7 @@ def _estimates(
     draws: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """(mean of the Hessian's diagonal, deviation of the gradients, scale) for every quantizer that ran."""
+    # (mean of the Hessian's diagonal, deviation of the gradients, scale) for every quantizer that ran
     outputs: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
 
@@ -122,7 +116,6 @@ def _estimates(
 def _gradients_and_diagonal(
     loss: Tensor, tensors: list[Tensor], draws: int, generator: torch.Generator
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Gradients, and the mean of the Hessian's diagonal estimated with random signs, for every tensor."""
     gradients = torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
     diagonal = [torch.zeros((), device=tensor.device) for tensor in tensors]
     for _ in range(draws):
@@ -141,10 +134,9 @@ def _gradients_and_diagonal(
 
 @torch.no_grad()
 def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
-    """Apply the formula; a tensor without gradients, or with a negative or non-finite trace, gets 0."""
     estimate = summed(estimate) / rank_count()
     trace, deviation, scale = estimate.unbind()
     delta = scale * quantizer.span() * trace / (SPREAD * deviation)
-    delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)
+    delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)  # NaN for a tensor without gradients
     quantizer.ewgs_delta.copy_(delta)
     return float(delta)

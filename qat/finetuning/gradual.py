@@ -25,17 +25,10 @@ class GradualQuantization:
     for every weight a draw of its size; compiled code would not follow its switches. The ranges of activations are
     those of `calibrate` until they are on. A table that is looked up with `sparse=True` is always quantized whole.
 
-    Args:
-        model: prepared and calibrated.
-        activations_from: progress from which activations are quantized, from 0 to below 1; 0: always.
-        weight_share: share of the elements of weights that is quantized at the start, from 0 to 1; 1: all, always.
-        weights_from: progress from which weights are quantized whole, above 0 to 1.
+    The model is prepared and calibrated. activations_from is from 0 (always) to below 1, weight_share from 0 to 1 (all,
+    always), weights_from above 0 to 1.
 
-    Raises:
-        ValueError: for a number outside, if nothing is gradual, or for a model without quantizers of that kind.
-
-    Attributes:
-        share: of the elements of weights that is quantized now.
+    The attribute `share` is that of the elements of weights that are quantized now.
 
     >>> import qat
     >>> images = torch.randn(32, 8)
@@ -101,9 +94,8 @@ class GradualQuantization:
             self._hooks.pop().remove()
 
     def _in_part(self, quantizer: nn.Module, arguments: tuple[Tensor], quantized: Tensor) -> Tensor | None:
-        """What a weight's quantizer answers in training; None leaves its answer."""
         if not quantizer.training:
-            return None
+            return None  # the quantizer's own answer
         drawn = torch.empty_like(quantized, dtype=torch.bool).bernoulli_(self.share)
         return torch.where(drawn, quantized, arguments[0])
 
@@ -111,7 +103,6 @@ class GradualQuantization:
 
 
 def _switched_on(model: nn.Module, role: str) -> list[Quantizer]:
-    """The quantizers of weights or of activations that are on."""
     found = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == role]
     if not found:
         raise ValueError(f"GradualQuantization: the model has no quantizer of {role}s; call qat.prepare first")

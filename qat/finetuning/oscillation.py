@@ -28,8 +28,8 @@ class Count(NamedTuple):
 class Oscillations:
     """Which weights oscillate, and two ways to stop them (Nagel et al., arXiv:2203.11086).
 
-    Near the edge between two integers the straight-through gradient pushes a weight back and forth for ever. The last
-    weights and BatchNorm's statistics are then partly chance, at few bits and in depthwise layers most.
+    Near the edge between two integers the straight-through gradient pushes a weight back and forth for ever, so that
+    the last weights and BatchNorm's statistics are partly chance, at few bits and in depthwise layers most.
 
     With q the integer of a weight after a step, d the direction of its last change (0 before the first), m `momentum`:
 
@@ -47,25 +47,21 @@ class Oscillations:
         strength  = dampen * (1 - cos(pi * s)) / 2
 
     The paper's values at 4 bits: freeze=0.01 from 0.1 (0.011 at 3 bits), or dampen=0.1. Both end about equally well
-    there (MobileNetV2 W4A4: 70.6 and 70.5 %, 69.5 without). Averages of frozen weights are held by
-    `EMA.hold`.
+    there (MobileNetV2 W4A4: 70.6 and 70.5 %, 69.5 without). Averages of frozen weights are held by `EMA.hold`.
 
-    The state lives here and not in buffers of the model: it is the training's, as an optimizer's is. So a finished or
-    exported model is the same with and without, and checkpoints of either load. Save `state_dict()` beside the
-    optimizer's; a resumed run is then the uninterrupted one, bit by bit.
-
-    Under torch.distributed it follows from the weights, which are equal, so its state is the same on every rank;
-    weights that FSDP2 has sharded are left out.
+    The state is the training's, as an optimizer's is, and not in buffers of the model. Save `state_dict()` beside the
+    optimizer's; a resumed run is then the uninterrupted one, bit by bit. Under torch.distributed it follows from the
+    weights, so it is the same on every rank; weights that FSDP2 has sharded are left out.
 
     Memory: 14 bytes a weight. Time, as a share of a step of ResNet-20 W4A4 (128 images, 0.37 s on one thread of a busy
     Xeon): counting 1 %, counting and freezing 2.4 %, `penalty` with its backward another 3 %.
 
     Args:
-        model: prepared and calibrated, on its device. Its weights may be of any granularity; rules without fixed
-            integers are left out (`left_out`), as are weights whose quantizer is switched off, for that time.
+        model: prepared and calibrated, on its device. Rules without fixed integers are left out, as are weights whose
+            quantizer is switched off, for that time.
         dampen: lambda at the end of the training, at least 0.
-        freeze: threshold of the frequency at the end, above 0; None freezes nothing.
-        freeze_from: threshold when freezing begins, at least freeze.
+        freeze, freeze_from: thresholds of the frequency at the end, above 0, and when freezing begins, at least that;
+            None freezes nothing.
         after: share of the training without dampening or freezing, from 0 to below 1.
         momentum: m, above 0 and at most 1.
         most_bits: weights of wider grids are left out: a step crosses several of their integers, and to turn around is
@@ -74,9 +70,6 @@ class Oscillations:
     Attributes:
         weights: what is watched, by the name of its layer.
         left_out: the other quantized weights, and why, as the end of a sentence.
-
-    Raises:
-        ValueError: for a number outside its range; or if no weight of the model lies on such a grid.
 
     >>> import qat
     >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 4)), qat.QuantRecipe({"bits": 3}), torch.randn(2, 8))
@@ -181,7 +174,7 @@ class Oscillations:
         self._holds = bool(self.frozen.any())
 
     def _codes(self) -> Tensor:
-        """The integers of all weights as they are now; those that are frozen or switched off have not moved."""
+        # those that are frozen or switched off have not moved
         parts = [
             before if each.quantizer.passes else each.codes().flatten().to(before.dtype)
             for each, before in zip(self.weights.values(), self.integer.split_with_sizes(self._sizes), strict=True)
@@ -203,7 +196,6 @@ class Oscillations:
 
 
 def _distance(each: GridWeight) -> Tensor:
-    """sum((target - clip(weight, low, high))^2) of one weight."""
     rows = each.rows()
     (low, high), target = each.quantizer.bounds(), each.values(each.codes())
     ends = (each.values(torch.full_like(target, end)) for end in (low, high))
@@ -211,7 +203,6 @@ def _distance(each: GridWeight) -> Tensor:
 
 
 def _share(progress: float, after: float) -> float | None:
-    """How much of what follows `after` is done, 0 to 1; None before."""
     if not 0 <= progress <= 1:
         raise ValueError(f"Oscillations: progress must be from 0 to 1, got {progress!r}")
     return None if progress < after else (progress - after) / (1 - after)

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qat.functional.tensors import widened
+
 ChannelAxis = int | tuple[int, ...] | None
 """The axis, or axes, for every index of which a statistic is taken by itself; None: one of the whole tensor."""
 
 
 def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
-    """The axes of weight that are not channel axes: those over which a statistic of a channel is taken."""
+    """The axes of weight over which the statistic of a channel is taken."""
     given = () if channel_axis is None else channel_axis if isinstance(channel_axis, tuple) else (channel_axis,)
     for axis in given:
         if not -weight.ndim <= axis < weight.ndim:
@@ -28,6 +30,6 @@ def over(reduce: Callable[..., Tensor], x: Tensor, axes: tuple[int, ...]) -> Ten
 
 def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
     """mean|weight| over these axes, kept with length 1, in float32 at least; 0 over nothing."""
-    magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    magnitude = widened(weight)[0].abs()
     total = over(torch.sum, magnitude, axes)
     return total / max(magnitude.numel() // max(total.numel(), 1), 1)

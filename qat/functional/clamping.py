@@ -24,7 +24,7 @@ class ClampSTEFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, low: Tensor, high: Tensor, gradient: str) -> Tensor:
-        """Exact in every dtype: nothing is calculated, so nothing is gained in a wider one."""
+        # exact in every dtype: nothing is calculated
         return torch.clamp(x, low.to(x.dtype), high.to(x.dtype))
 
     @staticmethod
@@ -50,19 +50,15 @@ class ClampSTEFunction(STEFunction):
 def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: ClampGradient = "clipped") -> Tensor:
     """Clamp x to low .. high; bounds that are tensors can be learned.
 
-    y = min(max(x, low), high); the gradients are those of `ClampSTEFunction`. `torch.clamp` differs: its gradient on
-    a bound is 1 or 0 depending on the torch version, and it does not pass gradients straight through.
+    The gradients are those of `ClampSTEFunction`. That of `torch.clamp` on a bound is 1 or 0 by the torch version.
 
     Args:
-        low, high: the bounds, in the unit of x; numbers, or tensors that broadcast with x. Where a tensor low exceeds
-            high, y is high, as in `torch.clamp`.
+        low, high: in the unit of x; numbers, or tensors that broadcast with x. Two numbers have to be in order; where
+            a tensor low exceeds high, y is high, as in `torch.clamp`.
         gradient: "clipped": dy/dx = 1 where low <= x <= high, else 0; "straight_through": 1 everywhere.
 
     Returns:
-        Tensor of the dtype of x and the shape that x and the bounds broadcast to; NaN stays NaN.
-
-    Raises:
-        ValueError: if both bounds are numbers and low exceeds high.
+        Tensor of the dtype of x and the shape that x and the bounds broadcast to.
 
     Source: Bengio et al., arXiv:1308.3432 (straight through); Choi et al., PACT, arXiv:1805.06085 (learned bound).
 

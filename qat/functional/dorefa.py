@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude, over
 from qat.functional.codebooks.binary import BinaryFunction
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating, widened
 
 
 class DoReFaWeightFunction(STEFunction):
@@ -24,15 +24,14 @@ class DoReFaWeightFunction(STEFunction):
 
     @staticmethod
     def forward(weight: Tensor, bits: int, axes: tuple[int, ...]) -> Tensor:
-        """In float32 at least; (2k - n) / n rounds once and is symmetric around zero to the last bit."""
         steps = 2**bits - 1
         squashed, largest = _squash(weight, axes)
         codes = torch.round((squashed / largest * 0.5 + 0.5) * steps)
+        # (2k - n) / n rounds once and is symmetric around zero to the last bit
         return as_dtype((2 * codes - steps) / steps, weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The formula of the class docstring, in operations that autograd can differentiate again."""
         (weight,), (_, axes) = ctx.saved_tensors, ctx.options
         squashed, largest = _squash(weight, axes)
         upstream = grad.to(squashed.dtype)
@@ -48,10 +47,9 @@ class DoReFaActivationFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, bits: int) -> Tensor:
-        """In float32 at least: bfloat16 cannot tell the levels of 8 bits apart."""
         steps = 2**bits - 1
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return as_dtype(torch.round(torch.clamp(wide, 0, 1) * steps) / steps, x.dtype)
+        (value,) = widened(x)
+        return as_dtype(torch.round(torch.clamp(value, 0, 1) * steps) / steps, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -62,12 +60,11 @@ class DoReFaActivationFunction(STEFunction):
 def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis = None) -> Tensor:
     """DoReFa's quantized weight: 2^bits levels from -1 to 1, and for one bit the sign times the mean magnitude.
 
-    y = 2 * Q(tanh(weight) / (2 * max|tanh(weight)|) + 1/2) - 1 with Q(u) = round(u * n) / n and n = 2^bits - 1;
-    the gradient is that of `DoReFaWeightFunction`. The levels are odd multiples of 1 / n: zero is not one of them.
-    For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
+    y and the gradient are those of `DoReFaWeightFunction`; the levels are odd multiples of 1 / (2^bits - 1), and so
+    zero is not one of them. For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
 
-    Source: Zhou et al., "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low Bitwidth
-    Gradients", arXiv:1606.06160. Deviation: the maximum gets its gradient (many re-implementations detach it).
+    Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160. Deviation: the maximum gets its gradient (many
+    re-implementations detach it).
 
     >>> weight = torch.tensor([0.5, -0.1, 0.0], requires_grad=True)
     >>> y = dorefa_quantize_weight(weight, 2)
@@ -106,8 +103,7 @@ def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
 
 
 def _squash(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """tanh(weight) and its largest magnitude over axes, 1 where that is zero (or too small to divide by)."""
-    squashed = torch.tanh(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+    squashed = torch.tanh(widened(weight)[0])
     size = squashed.abs()
     largest = over(torch.amax, size, axes) if size.numel() else size  # amax refuses an empty axis
-    return squashed, torch.where(largest < torch.finfo(size.dtype).tiny, 1, largest)
+    return squashed, torch.where(largest < torch.finfo(size.dtype).tiny, 1, largest)  # it is divided by

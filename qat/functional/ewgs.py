@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.rounding import round_ste
-from qat.functional.tensors import STEFunction, apply, require_floating, setting_beside, tensor_beside
+from qat.functional.tensors import STEFunction, apply, require_floating, setting_beside, tensor_beside, widened
 
 
 class EWGSGradientFunction(STEFunction):
@@ -14,20 +14,19 @@ class EWGSGradientFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, delta: Tensor) -> Tensor:
-        """A new tensor: torch 2.11's compiler loses the gradient of a forward that returns its input."""
-        return x.clone()
+        return x.clone()  # torch 2.11's compiler loses the gradient of a forward that returns its input
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        """All but g counts as constant, its sign too: in forward mode, which stands at g = 0, the tangent passes."""
         if not ctx.needs_input_grad[0]:
             return None, None, None
         x, scale, delta = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        v, grad = x.to(wide) / scale.to(wide), grad.to(wide)
+        value, step, strength, grad = widened(x, scale, delta, grad)
+        v = value / step
         nearest = torch.round(v)
         residual = torch.where(v == nearest, 0, v - nearest).detach()  # inf - inf would be NaN
-        stretched = grad * (1 + delta.detach().to(wide) * torch.sign(grad).detach() * residual)
+        # All but g counts as constant, its sign too: in forward mode, which stands at g = 0, the tangent passes.
+        stretched = grad * (1 + strength.detach() * torch.sign(grad).detach() * residual)
         return stretched.to(x.dtype), None, None
 
 
@@ -81,7 +80,7 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
 
 
 def checked_delta(x: Tensor, delta: Tensor | float, caller: str) -> Tensor:
-    """The strength as a tensor. Values of a tensor are not checked: reading them would wait for the device."""
+    """The strength as a tensor. A tensor's values are not checked: reading them would wait for the device."""
     if not isinstance(delta, Tensor) and not delta >= 0:
         raise ValueError(f"{caller}: delta must be at least 0, got {delta}")
     return setting_beside(x, delta, "delta", caller)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.rounding import round_ste
-from qat.functional.tensors import MOST_BITS, STEFunction, apply, as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import MOST_BITS, STEFunction, apply, as_dtype, require_floating, sum_to_shape, widened
 
 
 class LearnedBitsFunction(STEFunction):
@@ -22,25 +22,25 @@ class LearnedBitsFunction(STEFunction):
                  dscale/dn = -reach / qmax^2 * ln(2) * (qmax + 1)
 
     The rounding of bits passes its gradient straight through. The mask is taken on x itself: reach / (reach / qmax)
-    may come out above qmax, and reach counts as inside.
+    may come out above qmax, and reach counts as inside. The forward divides by the step, as ONNX QuantizeLinear does
+    with the exported scale.
     """
 
     @staticmethod
     def forward(x: Tensor, reach: Tensor, bits: Tensor, signed: bool, grad_factor: float) -> Tensor:
-        """Divide by the step, as ONNX QuantizeLinear does with the exported scale."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        qmax = _highest_integer(bits, signed, wide)
+        value, end = widened(x, reach)
+        qmax = _highest_integer(bits, signed, value.dtype)
         qmin = -qmax if signed else torch.zeros_like(qmax)
-        step = reach.to(wide) / qmax
-        return as_dtype(torch.clamp(torch.round(x.to(wide) / step), qmin, qmax).mul(step), x.dtype)
+        step = end / qmax
+        return as_dtype(torch.clamp(torch.round(value / step), qmin, qmax).mul(step), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """The lines of the class docstring; whatever came from a rounding or a clamp counts as a constant."""
         x, reach, bits = ctx.saved_tensors
         signed, grad_factor = ctx.options
-        wide = torch.promote_types(x.dtype, torch.float32)
-        value, end, whole = x.detach().to(wide), reach.detach().to(wide), _highest_integer(bits, signed, wide)
+        value, learned_end, learned, upstream = widened(x.detach(), reach, bits, grad)
+        end = learned_end.detach()  # whatever came from a rounding or a clamp counts as a constant
+        whole = _highest_integer(bits, signed, value.dtype)
         inside = (value >= (-end if signed else 0)) & (value <= end)
         grad_x = grad_reach = grad_bits = None
         if ctx.needs_input_grad[0]:
@@ -50,20 +50,19 @@ class LearnedBitsFunction(STEFunction):
         v = value / (end / whole)
         # zero outside before anything is multiplied by it: there it may be inf - inf
         residual = torch.where(inside, torch.round(v) - v, 0)
-        learned = bits.to(wide)
         qmax = (whole + 1) * torch.exp2(learned - learned.detach()) - 1  # the whole number, differentiable in bits
         if ctx.needs_input_grad[1]:
             edge = torch.clamp(value / end, -1 if signed else 0, 1)
             slope = residual / qmax + torch.where(inside, 0, edge)
-            grad_reach = sum_to_shape(grad.to(wide) * slope, reach.shape).mul(grad_factor).to(reach.dtype)
+            grad_reach = sum_to_shape(upstream * slope, reach.shape).mul(grad_factor).to(reach.dtype)
         if ctx.needs_input_grad[2]:
-            slope = residual * (-math.log(2) * reach.to(wide) * (qmax + 1) / qmax**2)
-            grad_bits = sum_to_shape(grad.to(wide) * slope, bits.shape).mul(grad_factor).to(bits.dtype)
+            slope = residual * (-math.log(2) * learned_end * (qmax + 1) / qmax**2)
+            grad_bits = sum_to_shape(upstream * slope, bits.shape).mul(grad_factor).to(bits.dtype)
         return grad_x, grad_reach, grad_bits, None, None
 
 
 def _highest_integer(bits: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
-    """qmax as a constant; bits that were driven out of range act as the nearest width that has a grid."""
+    # a constant; bits that were driven out of range act as the nearest width that has a grid
     whole = torch.clamp(torch.round(bits.detach().to(dtype)), 2 if signed else 1, MOST_BITS)
     return torch.exp2(whole - 1 if signed else whole) - 1
 
@@ -73,15 +72,13 @@ def learned_bits_quantize(
 ) -> Tensor:
     """Put x on the integer grid of round(bits) bits that ends at reach, with gradients for x, reach and bits.
 
-    y = scale * clamp(round(x / scale), qmin, qmax) with scale = reach / qmax, n = round(bits), and qmax = 2^(n-1) - 1,
-    qmin = -qmax if signed, else qmax = 2^n - 1, qmin = 0; the gradients are those of `LearnedBitsFunction`.
+    y and the gradients are those of `LearnedBitsFunction`.
 
     Args:
         reach: the largest value of the grid, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: the bit-width as a floating-point tensor, 2 .. 16 if signed, else 1 .. 16; shape as reach. A value
             outside acts as the nearest bound.
         signed: whether the grid is symmetric around 0 or starts there.
-        grad_factor: factor on the gradients of reach and bits.
 
     Source: Uhlich et al., "Mixed Precision DNNs: All you need is a good parametrization", arXiv:1905.11452, its
     parametrization by range and bits. Deviation: the step follows from reach and a whole number of bits, so that the
@@ -103,10 +100,7 @@ def learned_bits_quantize(
 def bit_cost(bits: Tensor, count: int) -> Tensor:
     """The memory that `count` values of this bit-width take, in bits: a term for the loss.
 
-    cost = count * round(bits), with d cost/d bits = count.
-
-    Args:
-        count: how many values have this width: the elements of a weight, or of an activation.
+    cost = count * round(bits), with d cost/d bits = count; count is the elements of a weight, or of an activation.
 
     Source: Uhlich et al., arXiv:1905.11452.
 

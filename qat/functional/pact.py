@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating, sum_to_shape, widened
 
 
 class PACTFunction(STEFunction):
@@ -15,27 +15,26 @@ class PACTFunction(STEFunction):
     Backward:    dy/dx     = 1  where 0 <= x <= alpha, else 0
                  dy/dalpha = 1  where x >= alpha, else 0
 
-    The masks are taken on x itself, so that a value exactly on alpha counts as inside whatever x / step rounds to.
+    The masks are taken on x itself, so that a value exactly on alpha counts as inside whatever x / step rounds to. The
+    forward divides by the step, as ONNX QuantizeLinear does with the exported scale: the same integers, ties included.
     """
 
     @staticmethod
     def forward(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
-        """Divide by the step, as ONNX QuantizeLinear does with the exported scale: the same integers, ties included."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        value, bound = widened(x, alpha)
         steps = 2**bits - 1
-        step = alpha.to(wide) / steps
-        return as_dtype(torch.clamp(torch.round(x.to(wide) / step), 0, steps).mul(step), x.dtype)
+        step = bound / steps
+        return as_dtype(torch.clamp(torch.round(value / step), 0, steps).mul(step), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, alpha = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        value, bound = x.to(wide), alpha.to(wide)
+        value, bound = widened(x, alpha)
         grad_x = grad_alpha = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where((value >= 0) & (value <= bound), grad, 0)
         if ctx.needs_input_grad[1]:
-            clipped = torch.where(value >= bound, grad.to(wide), 0)
+            clipped = torch.where(value >= bound, grad.to(value.dtype), 0)
             grad_alpha = sum_to_shape(clipped, alpha.shape).to(alpha.dtype)
         return grad_x, grad_alpha, None
 
@@ -43,14 +42,11 @@ class PACTFunction(STEFunction):
 def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
     """Put x on the unsigned grid of 2^bits levels from 0 to alpha, with PACT's gradients for x and alpha.
 
-    y = alpha / n * round(clip(x, 0, alpha) * n / alpha) with n = 2^bits - 1; the gradients are those of
-    `PACTFunction`. The levels are alpha / n * {0 .. n}: an integer grid of scale alpha / n with zero point 0.
+    y and the gradients are those of `PACTFunction`. The levels are alpha / n * {0 .. n} with n = 2^bits - 1: an integer
+    grid of scale alpha / n with zero point 0. alpha is > 0, in the unit of x, of shape () or broadcastable to x.
 
-    Args:
-        alpha: upper end of the range, > 0, in the unit of x; shape () or broadcastable to x (per channel).
-
-    Source: Choi et al., "PACT: Parameterized Clipping Activation for Quantized Neural Networks", arXiv:1805.06085.
-    Deviation: x = alpha counts as inside for x too (the paper leaves it to alpha alone).
+    Source: Choi et al., "PACT", arXiv:1805.06085. Deviation: x = alpha counts as inside for x too (the paper leaves it
+    to alpha alone).
 
     >>> x = torch.tensor([-3.0, 2.2, 6.0, 9.0], requires_grad=True)
     >>> alpha = torch.tensor(6.0, requires_grad=True)

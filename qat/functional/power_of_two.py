@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, widened
 
 Rounding = Literal["nearest", "up"]
 
@@ -19,7 +19,6 @@ class PowerOfTwoFunction(STEFunction):
 
     @staticmethod
     def forward(scale: Tensor, rounding: Rounding) -> Tensor:
-        """2^e is exact in every type: exp2 of a whole number is."""
         return as_dtype(_power_of_two(scale, rounding), scale.dtype)
 
     @staticmethod
@@ -30,28 +29,26 @@ class PowerOfTwoFunction(STEFunction):
 
 
 def _power_of_two(scale: Tensor, rounding: Rounding) -> Tensor:
-    """In float32 at least; never above the largest power of two that the type of scale can hold."""
-    wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    (wide,) = widened(scale)
     exponent = torch.round(torch.log2(wide))
     if rounding == "up":  # not ceil(log2(scale)): a rounded log2 cannot tell 2^20 from the next float32
         exponent = torch.where(torch.exp2(exponent) < wide, exponent + 1, exponent)
     highest = math.frexp(torch.finfo(scale.dtype).max)[1] - 1
-    return torch.exp2(torch.clamp(exponent, max=highest))
+    return torch.exp2(torch.clamp(exponent, max=highest))  # exact: exp2 of a whole number is
 
 
 def power_of_two_scale(scale: Tensor, rounding: Rounding = "nearest") -> Tensor:
     """The power of two that stands for a scale; the gradient passes as if the two stayed in proportion.
 
-    y = 2^round(log2(scale)), exact and at most the dtype's largest; dy/dscale = y / scale. Before a uniform quantizer:
+    y and the gradient are those of `PowerOfTwoFunction`; y is at most the dtype's largest power of two.
     `lsq_quantize(x, power_of_two_scale(scale), qmin, qmax)` learns a scale that deploys as a shift.
 
     Args:
         rounding: "nearest" in the log domain (half to even), or "up" to the smallest power of two that is not below
             scale, so that a range never shrinks (TQT).
 
-    Source: Jain et al., "Trained Quantization Thresholds for Accurate and Efficient Fixed-Point Inference of Deep
-    Neural Networks", arXiv:1903.08066, where it is the threshold that is rounded up. Deviation: the scale itself is
-    the parameter, not its logarithm.
+    Source: Jain et al., "Trained Quantization Thresholds", arXiv:1903.08066, where it is the threshold that is rounded
+    up. Deviation: the scale itself is the parameter, not its logarithm.
 
     >>> scale = torch.tensor([0.3, 0.25, 5.0], requires_grad=True)
     >>> y = power_of_two_scale(scale)

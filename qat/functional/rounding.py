@@ -1,5 +1,6 @@
 """Roundings with a straight-through gradient."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ class PassingFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing to save: the gradient does not depend on the inputs."""
+        pass  # the gradient does not depend on the inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -21,35 +22,11 @@ class PassingFunction(STEFunction):
 
 
 class RoundSTEFunction(PassingFunction):
-    """y = round(x), ties to even, as ONNX QuantizeLinear rounds; dy/dx = 1."""
+    """y = round(x), dy/dx = 1; `round` is torch.round, floor, ceil or trunc. torch.round goes to even, as ONNX does."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.round(x)
-
-
-class FloorSTEFunction(PassingFunction):
-    """y = floor(x), dy/dx = 1."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.floor(x)
-
-
-class CeilSTEFunction(PassingFunction):
-    """y = ceil(x), dy/dx = 1."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.ceil(x)
-
-
-class TruncSTEFunction(PassingFunction):
-    """y = trunc(x), dy/dx = 1."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.trunc(x)
+    def forward(x: Tensor, round: Callable[[Tensor], Tensor]) -> Tensor:
+        return round(x)
 
 
 class StochasticRoundSTEFunction(PassingFunction):
@@ -60,9 +37,9 @@ class StochasticRoundSTEFunction(PassingFunction):
 
     @staticmethod
     def forward(x: Tensor, noise: Tensor) -> Tensor:
-        """An infinite x has the fraction NaN, for which the comparison is false: it stays infinite."""
         wide = x.to(noise.dtype)
         lower = torch.floor(wide)
+        # an infinite x has the fraction NaN, for which the comparison is false: it stays infinite
         return as_dtype(lower + (noise < wide - lower), x.dtype)
 
 
@@ -79,7 +56,7 @@ def round_ste(x: Tensor) -> Tensor:
     >>> y.tolist(), x.grad.tolist()
     ([0.0, 2.0, -0.0], [1.0, 1.0, 1.0])
     """
-    return apply(RoundSTEFunction, require_floating(x, "round_ste"))
+    return apply(RoundSTEFunction, require_floating(x, "round_ste"), torch.round)
 
 
 def floor_ste(x: Tensor) -> Tensor:
@@ -88,7 +65,7 @@ def floor_ste(x: Tensor) -> Tensor:
     >>> floor_ste(torch.tensor([0.7, 2.0, -0.4])).tolist()
     [0.0, 2.0, -1.0]
     """
-    return apply(FloorSTEFunction, require_floating(x, "floor_ste"))
+    return apply(RoundSTEFunction, require_floating(x, "floor_ste"), torch.floor)
 
 
 def ceil_ste(x: Tensor) -> Tensor:
@@ -97,7 +74,7 @@ def ceil_ste(x: Tensor) -> Tensor:
     >>> ceil_ste(torch.tensor([0.2, 2.0, -1.4])).tolist()
     [1.0, 2.0, -1.0]
     """
-    return apply(CeilSTEFunction, require_floating(x, "ceil_ste"))
+    return apply(RoundSTEFunction, require_floating(x, "ceil_ste"), torch.ceil)
 
 
 def trunc_ste(x: Tensor) -> Tensor:
@@ -106,20 +83,16 @@ def trunc_ste(x: Tensor) -> Tensor:
     >>> trunc_ste(torch.tensor([0.7, 2.0, -1.9])).tolist()
     [0.0, 2.0, -1.0]
     """
-    return apply(TruncSTEFunction, require_floating(x, "trunc_ste"))
+    return apply(RoundSTEFunction, require_floating(x, "trunc_ste"), torch.trunc)
 
 
 def stochastic_round_ste(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Round up with a probability equal to the fraction, so that the mean is x; the gradient passes unchanged.
 
     y = floor(x) + 1 where u < x - floor(x), else floor(x), with u uniform in [0, 1) drawn for every element; dy/dx = 1.
-
     u is drawn in float32 at least: 2^-24 is then the largest error of the mean, for half-precision x too. Under
     `torch.func.vmap` say randomness="different" (or "same"), as for torch's own random functions. Inside
-    `torch.compile(fullgraph=True)` leave the generator out: torch's compiler cannot take one.
-
-    Args:
-        generator: where u is drawn from, on the device of x; default torch's own.
+    `torch.compile(fullgraph=True)` leave the generator out: torch's compiler cannot take one. It is on the device of x.
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551.
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, setting_beside
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, setting_beside, widened
 
 SignGradient = Literal["clipped", "straight_through", "approximate"]
 TernarySignGradient = Literal["clipped", "straight_through"]
@@ -17,7 +17,7 @@ def two_levels(x: Tensor) -> Tensor:
     >>> two_levels(torch.tensor([-0.3, -0.0, 0.0, 2.0])).tolist()
     [-1.0, 1.0, 1.0, 1.0]
     """
-    return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))
+    return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))  # `torch.sign` would make NaN 0
 
 
 def clipped_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -27,10 +27,10 @@ def clipped_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def approximate_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad * (2 - 2|x|) where |x| <= 1, else 0 (Bi-Real Net), in the dtype of x."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    value, grad = widened(x, grad)
     inside = x.abs() <= 1
-    slope = 2 - 2 * torch.where(inside, x.to(wide), 0).abs()  # finite outside too: 0 * inf is NaN when differentiated
-    return torch.where(inside, grad.to(wide) * slope, 0).to(x.dtype)
+    slope = 2 - 2 * torch.where(inside, value, 0).abs()  # finite outside too: 0 * inf is NaN when differentiated
+    return torch.where(inside, grad * slope, 0).to(x.dtype)
 
 
 def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
@@ -38,72 +38,56 @@ def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
 
     1 - tanh(z)^2 is written 4 sigmoid(2z) sigmoid(-2z): the difference has no digits left in the tails.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    t = 0.1 * torch.pow(10.0, 2 * progress.detach().to(wide))
-    z = t * x.to(wide)
+    value, done, grad = widened(x, progress.detach(), grad)
+    t = 0.1 * torch.pow(10.0, 2 * done)
+    z = t * value
     slope = 4 * torch.sigmoid(2 * z) * torch.sigmoid(-2 * z)
-    return (grad.to(wide) * (torch.clamp(t, min=1) * slope)).to(x.dtype)  # k t = max(1/t, 1) t
+    return (grad * (torch.clamp(t, min=1) * slope)).to(x.dtype)  # k t = max(1/t, 1) t
 
 
-class SignSTEFunction(STEFunction):
-    """y = 1 where x >= 0, else -1, with the gradients of `sign_ste`."""
+class SignGradientFunction(STEFunction):
+    """Base of the signs: x gets the gradient of this name, and none of the other inputs gets one.
 
-    @staticmethod
-    def forward(x: Tensor, gradient: str) -> Tensor:
-        """Both comparisons are false for NaN, which stays NaN; `torch.sign` would make it 0."""
-        return two_levels(x)
+    The inputs are x, whatever the levels need, the name, and the progress of "error_decay" (None for others).
+    """
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        x, ctx.gradient = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, *_, ctx.gradient, progress = inputs
         if ctx.gradient != "straight_through":
-            ctx.save_for_backward(x)
+            ctx.save_for_backward(x, progress)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        others = (None,) * (len(ctx.needs_input_grad) - 1)
+        if not ctx.needs_input_grad[0]:
+            return None, *others
         if ctx.gradient == "straight_through":
-            return grad, None
-        (x,) = ctx.saved_tensors
-        return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), None
+            return grad, *others
+        x, progress = ctx.saved_tensors
+        if ctx.gradient == "error_decay":
+            return error_decay_gradient(grad, x, progress), *others
+        return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), *others
 
 
-class ErrorDecaySignFunction(STEFunction):
-    """y = 1 where x >= 0, else -1, with the gradient of `error_decay_sign`; progress gets none."""
+class SignSTEFunction(SignGradientFunction):
+    """y = 1 where x >= 0, else -1, with the gradients of `sign_ste` and `error_decay_sign`."""
 
     @staticmethod
-    def forward(x: Tensor, progress: Tensor) -> Tensor:
+    def forward(x: Tensor, gradient: str, progress: Tensor | None) -> Tensor:
         return two_levels(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        x, progress = ctx.saved_tensors
-        return (error_decay_gradient(grad, x, progress) if ctx.needs_input_grad[0] else None), None
 
-
-class TernarySignSTEFunction(STEFunction):
+class TernarySignSTEFunction(SignGradientFunction):
     """y = 0 where |x| <= threshold, else sign(x), with the gradients of `ternary_sign_ste`."""
 
     @staticmethod
-    def forward(x: Tensor, threshold: Tensor, gradient: str) -> Tensor:
-        """Both comparisons are false only where x or the threshold is NaN, and then so is their sum."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        value, threshold = x.to(wide), threshold.to(wide)
+    def forward(x: Tensor, threshold: Tensor, gradient: str, progress: None) -> Tensor:
+        value, threshold = widened(x, threshold)
         size = value.abs()
+        # both comparisons are false only where x or the threshold is NaN, and then so is their sum
         small = torch.where(size <= threshold, 0.0, value + threshold)
         return as_dtype(torch.where(size > threshold, torch.sign(value), small), x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        x, _, ctx.gradient = inputs
-        if ctx.gradient != "straight_through":
-            ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        if not ctx.needs_input_grad[0] or ctx.gradient == "straight_through":
-            return (grad if ctx.needs_input_grad[0] else None), None, None
-        (x,) = ctx.saved_tensors
-        return clipped_gradient(grad, x), None, None
 
 
 def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
@@ -114,7 +98,7 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
             "approximate": 2 - 2|x| where |x| <= 1, else 0, the slope of a parabola drawn through the step.
 
     Source: Hubara et al., arXiv:1602.02830 (clipped); Bengio et al., arXiv:1308.3432 (straight through); Liu et al.,
-    Bi-Real Net, arXiv:1808.00278 (approximate). Deviation from `torch.sign`: 0 gives +1.
+    Bi-Real Net, arXiv:1808.00278 (approximate).
 
     >>> x = torch.tensor([-2.0, -0.25, 0.0, 1.0], requires_grad=True)
     >>> y = sign_ste(x, gradient="approximate")
@@ -123,7 +107,7 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
     ([-1.0, -1.0, 1.0, 1.0], [0.0, 1.5, 2.0, 0.0])
     """
     check_known("gradient", gradient, get_args(SignGradient), "sign_ste")
-    return apply(SignSTEFunction, require_floating(x, "sign_ste"), gradient)
+    return apply(SignSTEFunction, require_floating(x, "sign_ste"), gradient, None)
 
 
 def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
@@ -146,7 +130,8 @@ def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
     require_floating(x, "error_decay_sign")
     if not isinstance(progress, Tensor) and not 0 <= progress <= 1:
         raise ValueError(f"error_decay_sign: progress must lie in 0..1, got {progress}")
-    return apply(ErrorDecaySignFunction, x, setting_beside(x, progress, "progress", "error_decay_sign"))
+    done = setting_beside(x, progress, "progress", "error_decay_sign")
+    return apply(SignSTEFunction, x, "error_decay", done)
 
 
 def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: TernarySignGradient = "clipped") -> Tensor:
@@ -169,4 +154,4 @@ def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: Terna
     if not isinstance(threshold, Tensor) and not threshold >= 0:
         raise ValueError(f"ternary_sign_ste: threshold must be at least 0, got {threshold}")
     border = setting_beside(x, threshold, "threshold", "ternary_sign_ste")
-    return apply(TernarySignSTEFunction, x, border, gradient)
+    return apply(TernarySignSTEFunction, x, border, gradient, None)

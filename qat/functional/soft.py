@@ -14,6 +14,7 @@ from qat.functional.tensors import (
     setting_beside,
     sum_to_shape,
     tensor_beside,
+    widened,
 )
 
 
@@ -55,7 +56,7 @@ def temperature_slope_of_step(d: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _sinh_series(square: Tensor) -> Tensor:
-    """sinh(z)/z - 1 for z^2 up to 1/4, to float64's last digit: z^2/3! + z^4/5! + ... + z^14/15!, by Horner's rule."""
+    # sinh(z)/z - 1 for z^2 up to 1/4, to float64's last digit: z^2/3! + z^4/5! + ... + z^14/15!, by Horner's rule
     total = square / math.factorial(15)
     for odd in (13, 11, 9, 7, 5, 3):
         total = square * (1 / math.factorial(odd) + total)
@@ -72,23 +73,21 @@ class SoftRoundFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, temperature: Tensor) -> Tensor:
-        """The quotient is (1 + tanh(T (r - 1/2) / 2) / tanh(T/4)) / 2, exactly 0 at r = 0, for any T."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        value, slope = x.to(wide), temperature.to(wide)
+        value, slope = widened(x, temperature)
+        # the quotient is (1 + tanh(T (r - 1/2) / 2) / tanh(T/4)) / 2, exactly 0 at r = 0, for any T
         step = torch.tanh(slope * centred_fraction(value) / 2) / torch.tanh(slope / 4)
         return as_dtype(torch.floor(value) + (0.5 + 0.5 * step), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The derivatives of the forward, in forms that stay exact for small and large T."""
         x, temperature = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        d, steepness = centred_fraction(x.to(wide)), temperature.to(wide)
+        value, steepness, grad = widened(x, temperature, grad)
+        d = centred_fraction(value)
         grad_x = grad_temperature = None
         if ctx.needs_input_grad[0]:
-            grad_x = sum_to_shape(grad.to(wide) * slope_of_step(d, steepness), x.shape).to(x.dtype)
+            grad_x = sum_to_shape(grad * slope_of_step(d, steepness), x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            slope = grad.to(wide) * temperature_slope_of_step(d, steepness)
+            slope = grad * temperature_slope_of_step(d, steepness)
             grad_temperature = sum_to_shape(slope, temperature.shape).to(temperature.dtype)
         return grad_x, grad_temperature
 
@@ -111,26 +110,25 @@ class DSQRoundFunction(STEFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The slopes of the smooth step; log(2/alpha - 1) as log1p is exact for alpha near 1 too."""
         x, alpha = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        d, softness = centred_fraction(x.to(wide)), alpha.to(wide)
-        temperature = 2 * torch.log1p(2 * (1 - softness) / softness)
+        value, softness, grad = widened(x, alpha, grad)
+        d = centred_fraction(value)
+        temperature = 2 * torch.log1p(2 * (1 - softness) / softness)  # 2 log(2/alpha - 1), exact for alpha near 1 too
         grad_x = grad_alpha = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad.to(wide) * slope_of_step(d, temperature)).to(x.dtype)
+            grad_x = (grad * slope_of_step(d, temperature)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             slope = temperature_slope_of_step(d, temperature) * (-4 / (softness * (2 - softness)))
-            grad_alpha = sum_to_shape(grad.to(wide) * slope, alpha.shape).to(alpha.dtype)
+            grad_alpha = sum_to_shape(grad * slope, alpha.shape).to(alpha.dtype)
         return grad_x, grad_alpha
 
 
 def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
     """A smooth staircase through the integers, between the identity and rounding.
 
-    y = floor(x) + (sig(T (r - 1/2)) - sig(-T/2)) / (sig(T/2) - sig(-T/2)), r = x - floor(x), T the temperature. It is
-    continuous with its first derivative, increasing, and leaves integers where they are; T -> 0 gives the identity,
-    T -> infinity gives round(x) (on ties: the middle). The gradients for x and T are its own, no estimates.
+    y is that of `SoftRoundFunction`: continuous with its first derivative, increasing, with integers where they are;
+    T -> 0 gives the identity, T -> infinity gives round(x) (on ties: the middle). The gradients are its own, no
+    estimates.
 
     Args:
         x: in units of the grid's step.
@@ -138,7 +136,7 @@ def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
             x, which gets a gradient.
 
     Returns:
-        Tensor of the dtype of x and the shape that x and temperature broadcast to; NaN and infinities stay themselves.
+        Tensor of the dtype of x and the shape that x and temperature broadcast to.
 
     Source: Yang et al., "Quantization Networks", arXiv:1911.09464. Deviation: there a sum of sigmoids with learned
     places, which only approaches the levels; here one sigmoid a unit step, normalised to reach them exactly.
@@ -158,9 +156,8 @@ def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
 def dsq_round(x: Tensor, alpha: Tensor | float) -> Tensor:
     """Round to the nearest integer, ties to even, with the gradient of DSQ's soft staircase.
 
-    y = round(x); dy/dx and dy/dalpha are those of phi(r) = (s tanh(k (r - 1/2)) + 1) / 2, r = x - floor(x),
-    k = log(2/alpha - 1), s = 1/(1 - alpha). alpha -> 1 makes the staircase the identity (dy/dx = 1), alpha -> 0 makes
-    it the rounding itself.
+    y = round(x); the gradients are those of `DSQRoundFunction`. alpha -> 1 makes the staircase the identity
+    (dy/dx = 1), alpha -> 0 makes it the rounding itself.
 
     Args:
         x: in units of the grid's step.

@@ -40,24 +40,21 @@ class STEFunction(torch.autograd.Function):
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
     """`function.apply(*inputs)`, differentiable in forward mode too (`torch.func.jvp`, `jacfwd`, dual tensors).
 
-    The `jvp` lives in a subclass that is used outside compilation only: Dynamo refuses a Function that defines one.
-
-    Args:
-        function: with `forward` and `setup_context` apart, one output tensor, and a `backward` made of differentiable
-            operations on `ctx.saved_tensors`.
-        inputs: what its `forward` takes.
+    The function has `forward` and `setup_context` apart, one output tensor, and a `backward` made of differentiable
+    operations on `ctx.saved_tensors`.
 
     >>> from qat.functional.rounding import RoundSTEFunction
-    >>> torch.func.jvp(lambda x: apply(RoundSTEFunction, x), (torch.tensor(0.7),), (torch.tensor(3.0),))
+    >>> torch.func.jvp(lambda x: apply(RoundSTEFunction, x, torch.round), (torch.tensor(0.7),), (torch.tensor(3.0),))
     (tensor(1.), tensor(3.))
     """
+    # Dynamo refuses a Function that defines a jvp, so it lives in a subclass that is used outside compilation only.
     chosen = function if torch.compiler.is_compiling() else _with_forward_mode(function)
     result: Tensor = chosen.apply(*inputs)
     return result
 
 
 class _BackwardContext:
-    """The ctx that `backward` sees while forward mode transposes it: it asks for the slots that have a tangent."""
+    # The ctx that `backward` sees while forward mode transposes it: it asks for the slots that have a tangent.
 
     def __init__(self, ctx: Any, needs_input_grad: tuple[bool, ...]) -> None:
         self._ctx = ctx
@@ -70,8 +67,6 @@ class _BackwardContext:
 
 @functools.cache
 def _with_forward_mode(function: Any) -> Any:
-    """The subclass of a Function that has a jvp as well; of the same name, which autograd's messages show."""
-
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         function.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*(getattr(ctx, "to_save", None) or ()))
@@ -95,11 +90,11 @@ def _with_forward_mode(function: Any) -> Any:
         return tangent
 
     body = {"setup_context": staticmethod(setup_context), "jvp": staticmethod(jvp), "__module__": function.__module__}
-    return type(function.__name__, (function,), body)
+    return type(function.__name__, (function,), body)  # of the same name, which autograd's messages show
 
 
 def require_floating(x: Tensor, caller: str) -> Tensor:
-    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel."""
+    """Return x if it is floating point; integers would fail deep in a kernel."""
     if not x.is_floating_point():
         raise TypeError(f"{caller}: x must be a floating-point tensor, got {x.dtype}")
     return x
@@ -124,15 +119,14 @@ def check_known(what: str, name: str, known: Collection[str], caller: str) -> No
 
 
 def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
-    """A parameter as a tensor on the device of x, so that a Function has one path for numbers and tensors.
-
-    A tensor comes back as it is; a number becomes a tensor () of float32 at least, without a copy from the host.
+    """The parameter of a Function: a tensor as it is, a number as a tensor () of float32 at least, beside x.
 
     >>> tensor_beside(torch.zeros(3, dtype=torch.float16), 0.1)
     tensor(0.1000)
     """
     if isinstance(value, Tensor):
         return value
+    # unlike torch.tensor, no copy from the host
     return torch.full((), value, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
@@ -152,12 +146,16 @@ def broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
-def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in this dtype; y itself if it is of it already.
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in float32, or in float64 if the first one is: in bfloat16, levels of 8 bits fall together."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return tuple(tensor.to(wide) for tensor in tensors)
 
-    Not `y.to(dtype)` alone: where that changes nothing and ends a Function's forward, torch 2.11's compiler takes the
-    output for an alias and the gradients become zero without a word.
-    """
+
+def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in this dtype; y itself if it is of it already."""
+    # Not `y.to(dtype)` alone: where that changes nothing and ends a Function's forward, torch 2.11's compiler takes the
+    # output for an alias and the gradients become zero without a word.
     return y if y.dtype == dtype else y.to(dtype)
 
 
@@ -188,13 +186,11 @@ class PositiveScaleFunction(STEFunction):
 
     @staticmethod
     def forward(scale: Tensor, smallest: Tensor) -> Tensor:
-        """The comparison is false for NaN, so NaN becomes smallest."""
         largest = min(LARGEST_SCALE, torch.finfo(scale.dtype).max)
-        return torch.where(scale >= smallest, scale, smallest).clamp(max=largest)
+        return torch.where(scale >= smallest, scale, smallest).clamp(max=largest)  # the comparison is false for NaN
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """The gradient, stopped where it would push a scale that is too small even lower."""
         if not ctx.needs_input_grad[0]:
             return None, None
         scale, smallest = ctx.saved_tensors
@@ -204,9 +200,7 @@ class PositiveScaleFunction(STEFunction):
 def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
     """A learned scale as the positive finite number that it acts as; see `PositiveScaleFunction`.
 
-    Args:
-        scale: any shape.
-        smallest: what it acts as at least, > 0, broadcastable to scale; default 1e-12.
+    smallest is what it acts as at least, > 0, broadcastable to scale; default 1e-12.
 
     >>> positive_scale(torch.tensor([0.5, -3.0, float("nan")]), torch.tensor(0.25)).tolist()
     [0.5, 0.25, 0.25]
@@ -221,8 +215,7 @@ class ScaleGradientFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, factor: Tensor) -> Tensor:
-        """A copy: a Function that returns its own input confuses torch 2.11's compiler."""
-        return x.clone()
+        return x.clone()  # a Function that returns its own input confuses torch 2.11's compiler
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -237,9 +230,7 @@ class ScaleGradientFunction(STEFunction):
 def scale_gradient(x: Tensor, factor: Tensor | float) -> Tensor:
     """x itself, its gradient multiplied by factor: how LSQ slows down the learning of a scale.
 
-    Args:
-        x: meant for parameters of few elements, it is copied.
-        factor: of the gradient; a number, or a tensor that broadcasts to x and gets no gradient itself.
+    x is copied, so it had better be small; factor is a number, or a tensor that broadcasts to x and gets no gradient.
 
     Source: Esser et al., arXiv:1902.08153, section 2.2.
 

@@ -2,7 +2,6 @@
 
 from qat.layers.attention import QuantMultiheadAttention
 from qat.layers.base import QuantLayer
-from qat.layers.bilinear import QuantBilinear
 from qat.layers.conv import (
     QuantConv1d,
     QuantConv2d,
@@ -14,7 +13,7 @@ from qat.layers.conv import (
 from qat.layers.embedding import IntegerTable, QuantEmbedding, QuantEmbeddingBag
 from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.function import QuantFunction
-from qat.layers.linear import QuantLinear
+from qat.layers.linear import QuantBilinear, QuantLinear
 from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
 from qat.layers.twins import register_twin
 

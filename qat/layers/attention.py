@@ -41,7 +41,6 @@ def probability_spec(spec: QuantSpec) -> QuantSpec:
 
 
 def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
-    """The first spec that its rule supports."""
     for spec in specs:
         try:
             create_quantizer(spec, "activation", (), "meta")
@@ -62,11 +61,9 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
     `query_projection`, `key_projection`, `value_projection` (`QuantFunction`s on in_proj_weight's thirds or on
     q/k/v_proj_weight), `out_proj` (a `QuantLinear`) and the four quantizers of `attend`.
 
-    Args:
-        embed_dim ... dtype: as in `torch.nn.MultiheadAttention`, in the same order.
-        weight_spec: grid of the weights, as in `QuantLayer`.
-        activation_spec: grid of the inputs and of out_proj's input, as in `QuantLayer`, None: weights only; q, k, v and
-            the probabilities get those of `operand_spec` and `probability_spec`.
+    Arguments as of `torch.nn.MultiheadAttention`, and those of `QuantLayer`: activation_spec is the grid of the inputs
+    and of out_proj's input, None: weights only; q, k, v and the probabilities get those of `operand_spec` and
+    `probability_spec`.
 
     >>> layer = QuantMultiheadAttention(8, 2, batch_first=True, activation_spec=None)
     >>> x = torch.randn(3, 5, 8)
@@ -160,24 +157,10 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, with the arguments and results of `torch.nn.MultiheadAttention`.
+        """Attend, with the arguments and results of `torch.nn.MultiheadAttention`; the probabilities are quantized.
 
-        Args:
-            query, key, value: (L, N, embed_dim), (S, N, kdim), (S, N, vdim); N first with batch_first, or without N.
-            key_padding_mask: (N, S), without N (S,); True or -inf for keys to leave out.
-            need_weights: whether to return the probabilities. As in torch, a fully masked row then gives NaN, and
-                zeros without them.
-            attn_mask: (L, S) or (N * num_heads, L, S), bool (True: leave out) or float (added to the scores).
-            average_attn_weights: whether the probabilities are the mean over the heads.
-            is_causal: a hint that attn_mask is the causal mask; the mask decides.
-
-        Returns:
-            The output in the layout of query, and the quantized probabilities: (N, L, S), or (N, num_heads, L, S) if
-            they are not averaged, without N for one sequence; None without need_weights.
-
-        Raises:
-            TypeError: for a mask of integers.
-            ValueError: for the wrong shapes, nested tensors, or is_causal without attn_mask.
+        As in torch, a fully masked row gives NaN with need_weights, zeros without. A mask of integers is a TypeError;
+        wrong shapes, nested tensors, or is_causal without attn_mask are a ValueError.
         """
         self._check(query, key, value, is_causal and attn_mask is None)
         weights = self.inner_weights()

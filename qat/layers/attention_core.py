@@ -35,7 +35,7 @@ def attend(
     Args:
         query, key, value: (..., L, E), (..., S, E) and (..., S, V).
         mask: added to the scores, broadcastable to (..., L, S); -inf to leave a key out.
-        quantize: called with "query_quantizer", "key_quantizer", "value_quantizer" and "probability_quantizer".
+        quantize: called with the names in OPERANDS, and PROBABILITIES.
         scale: default 1/sqrt(E), which needs E as a number.
         safe: whether a fully masked row becomes zeros, as in `F.scaled_dot_product_attention`, or NaN.
     """

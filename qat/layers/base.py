@@ -1,6 +1,6 @@
 """`QuantLayer`, the base of quantized layers with one weight: fake-quantized in training, integers in evaluation."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -91,13 +91,10 @@ class QuantLayer(QuantTwin):
         norm: nn.Module | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Apply the layer, and the BatchNorm after it.
+        """Apply the layer, and the BatchNorm after it, which evaluation folds into the integers.
 
-        Args:
-            x: the input, in the shapes of torch's layer.
-            input_quantizer: the quantizer on whose grid x already lies; a layer that has its own applies any but that.
-            norm: the BatchNorm that follows; in evaluation it is folded into the integers.
-            bias: replaces the layer's own bias.
+        `input_quantizer` is the one on whose grid x already lies; a layer that has its own applies any but that. `bias`
+        replaces the layer's own.
         """
         return self.compute(x, self.weight, self.bias if bias is None else bias, input_quantizer, norm)
 
@@ -138,11 +135,7 @@ class QuantLayer(QuantTwin):
     ) -> IntegerWeight:
         """The layer's integers for an input on this grid; evaluation computes with them and export writes them.
 
-        Args:
-            input_quantizer: the input's quantizer.
-            norm: the BatchNorm to fold in.
-            weight: a weight to use instead of the layer's own weight and bias.
-            bias: the bias that belongs to `weight`; None for none.
+        A given weight, with its bias or None, takes the place of the layer's own two; `norm` is folded in.
         """
         return self.folded(input_quantizer.grid()[0].float(), norm, weight, bias)
 
@@ -166,7 +159,9 @@ class QuantLayer(QuantTwin):
         The codes are integers in float32. Sums up to 2^24 are exact in any order. Larger sums have a relative error of
         2^-24, far less than the level to which they are rounded next.
         """
-        with exact_arithmetic(x.device):
+        # sums of integers are exact without autocast, which the meta device does not have
+        meta = x.device.type == "meta"
+        with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, self.sum_dtype)
             x_codes = with_strides_of(x, round_ste(x.to(wide) / step))
             codes = self.torch_layout(integers.codes.to(wide))
@@ -178,11 +173,6 @@ def with_strides_of(x: Tensor, y: Tensor) -> Tensor:
     """y with x's strides on axes of length 1; torch chooses the memory format of a convolution's result by them."""
     strides = [mine if size == 1 else other for size, mine, other in zip(x.shape, x.stride(), y.stride(), strict=True)]
     return y if list(y.stride()) == strides else y.as_strided(y.shape, strides)
-
-
-def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast, for sums of integers; the meta device has no autocast."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def quantizer_or_none(activation_spec: ActivationSpec, device: torch.device | str | None) -> Quantizer | None:

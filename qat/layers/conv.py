@@ -96,11 +96,6 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
     """
 
 
-def swapped_in_groups(weight: Tensor, groups: int) -> Tensor:
-    """Axes 0 and 1 exchanged within each group: (groups * a, b, k...) becomes (groups * b, a, k...), and back."""
-    return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
-
-
 class QuantTransposedConvolution(QuantLayer):
     """Base of the three transposed convolutions; the other base is torch's layer, whose constructor this one calls.
 
@@ -147,15 +142,8 @@ class QuantTransposedConvolution(QuantLayer):
         bias: Tensor | None = None,
         output_size: Sequence[int] | None = None,
     ) -> Tensor:
-        """Apply the layer, and the BatchNorm after it.
-
-        Args:
-            x, input_quantizer, norm, bias: as in `QuantLayer.forward`.
-            output_size: the spatial shape of the output if the stride allows several; overrides output_padding.
-
-        Raises:
-            TypeError: if input_quantizer is not a Quantizer: torch's layer has output_size in its place.
-        """
+        """`QuantLayer.forward`; output_size, by name, is the output's spatial shape if the stride allows several."""
+        # torch's layer has output_size in this place
         if input_quantizer is not None and not isinstance(input_quantizer, Quantizer):
             raise TypeError(
                 f"{type(self).__name__}: input_quantizer must be a Quantizer, got {input_quantizer!r};"
@@ -168,20 +156,17 @@ class QuantTransposedConvolution(QuantLayer):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
     ) -> Tensor:
         """torch's own transposed convolution."""
-        axes = weight.dim() - 2
         layer: Any = self
-        stride, padding, dilation = layer.stride, layer.padding, layer.dilation
-        size = None if output_size is None else list(output_size)
-        rest = output_padding_of(layer, x, size)
-        return TRANSPOSED[axes](x, weight, bias, stride, padding, rest, self.groups, dilation)
+        rest = output_padding_of(layer, x, None if output_size is None else list(output_size))
+        convolve = TRANSPOSED[weight.dim() - 2]
+        return convolve(x, weight, bias, layer.stride, layer.padding, rest, self.groups, layer.dilation)
 
     def channels_first(self, weight: Tensor) -> Tensor:
-        """(in, out / groups, k...) to (out, in / groups, k...)."""
-        return swapped_in_groups(weight, self.groups)
+        """Axes 0 and 1 exchanged within each group: (groups * a, b, k...) becomes (groups * b, a, k...), and back."""
+        groups = self.groups
+        return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
 
-    def torch_layout(self, weight: Tensor) -> Tensor:
-        """(out, in / groups, k...) to (in, out / groups, k...)."""
-        return swapped_in_groups(weight, self.groups)
+    torch_layout = channels_first  # its own inverse
 
 
 @register_twin(nn.ConvTranspose1d)

@@ -100,11 +100,10 @@ class QuantTable(QuantLayer):
         )
 
     def _quantized_rows(self, indices: Tensor, weight: Tensor) -> Tensor:
-        """The result of `look_up`, from these rows and their scales alone, on which padding and frequencies act too."""
         quantizer = self.weight_quantizer
         if quantizer.training:
             quantizer.repair()
-        options = (self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+        options = (self.padding_idx, None, 2.0, self.scale_grad_by_freq)  # of the scales' gradients too
         scale, zero_point = (part.expand(self.num_embeddings, 1) for part in quantizer.grid())
         x = F.embedding(indices, weight, *options, self.sparse)
         step = F.embedding(indices, scale, *options)
@@ -114,13 +113,13 @@ class QuantTable(QuantLayer):
         return lsq_plus_quantize(x, step, F.embedding(indices, zero_point), *quantizer.bounds(), factor)
 
     def _is_row_by_row(self) -> bool:
-        """Whether a quantized row and its gradient depend only on the row and its scale."""
+        # a quantized row and its gradient depend only on the row and its scale
         quantizer = self.weight_quantizer
         plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
         return estimator_of(quantizer) == "lsq" and plain
 
     def _is_read_by_row(self) -> bool:
-        """Whether only the rows are quantized: the quantizer has no hooks, observer or warning that need its call."""
+        # hooks, an observer or the warning of an uncalibrated quantizer need its call
         quantizer = self.weight_quantizer
         watched = has_forward_hooks(quantizer) and not self.sparse
         return self._is_row_by_row() and quantizer.is_calibrated and not quantizer.passes and not watched
@@ -130,16 +129,11 @@ class QuantTable(QuantLayer):
 class QuantEmbedding(QuantTable, nn.Embedding):
     """`torch.nn.Embedding` with a quantized table; see `QuantTable`.
 
-    Args:
-        num_embeddings ... dtype: as in `torch.nn.Embedding`, in the same order.
-        weight_spec: grid of the table; what it leaves open: 8 bits, symmetric, narrow, per row.
-        activation_spec: None; each row of the result lies on its own grid, so a consumer that needs one grid
-            quantizes the vectors again.
+    Arguments as of `torch.nn.Embedding`, and weight_spec: grid of the table; what it leaves open: 8 bits, symmetric,
+    narrow, per row. An activation_spec is a ValueError: each row of the result lies on its own grid, so a consumer that
+    needs one grid quantizes the vectors again. So is sparse=True with a rule other than "lsq", groups, or EWGS.
 
     Shapes: input (*) of int32 or int64, output (*, embedding_dim).
-
-    Raises:
-        ValueError: with an activation_spec; or sparse=True with a rule other than "lsq", groups, or EWGS.
 
     >>> layer = QuantEmbedding(10, 4, padding_idx=0)
     >>> layer(torch.tensor([[1, 2, 0], [3, 3, 9]])).shape
@@ -184,13 +178,10 @@ class QuantEmbedding(QuantTable, nn.Embedding):
 class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`. Sums, means and maxima are taken in float.
 
-    Arguments as of `torch.nn.EmbeddingBag`, weight_spec and activation_spec as of `QuantEmbedding`.
+    Arguments as of `torch.nn.EmbeddingBag`, weight_spec, activation_spec and errors as of `QuantEmbedding`; sparse=True
+    or scale_grad_by_freq=True with mode "max" is a ValueError too.
 
     Shapes: input (B, N), or (N,) with offsets; output (B, embedding_dim).
-
-    Raises:
-        ValueError: with an activation_spec; sparse=True with a rule other than "lsq", groups, or EWGS; or sparse=True
-            or scale_grad_by_freq=True with mode "max".
 
     >>> layer = QuantEmbeddingBag(10, 4, mode="sum")
     >>> layer(torch.tensor([1, 2, 4, 5]), offsets=torch.tensor([0, 3])).shape
@@ -229,11 +220,9 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """The bags' sums, means or maxima of quantized rows; arguments as in torch's layer.
-
-        The rows are looked up one by one and then combined by position. So every rule gets torch's frequencies and
-        sparse gradients; torch 2.11's own embedding_bag scales by wrong frequencies.
-        """
+        """The bags' sums, means or maxima of quantized rows; arguments as in torch's layer."""
+        # The rows are looked up one by one and then combined by position. So every rule gets torch's frequencies and
+        # sparse gradients; torch 2.11's own embedding_bag scales by wrong frequencies.
         ends = self.include_last_offset
         if input.is_nested:
             jagged: Any = input

@@ -39,15 +39,9 @@ def fold_weight(
     (input_scale * scale * |gain|)). If gain is 0 or a channel's codes are all 0, the codes are 0 and the scale is
     chosen so that the bias alone is exact. If the bias would leave int32, the scale grows and the codes shrink.
 
-    Args:
-        codes: integers of the weight as floats, output channels first.
-        scale: their step, shape () or one per output channel (any number of trailing axes of length 1).
-        bias: (channels,) or None.
-        input_scale: step of the input's grid, shape ().
-        norm: the BatchNorm after the layer, or None.
-
-    Returns:
-        The integers; differentiable in all arguments, straight through the roundings.
+    The codes are integers as floats, output channels first; scale is their step, of shape () or one per output channel
+    (any number of trailing axes of length 1); input_scale is the step of the input's grid, of shape (). The result is
+    differentiable in all arguments, straight through the roundings.
     """
     channels = codes.shape[0]
     column = (channels, *[1] * (codes.dim() - 1))

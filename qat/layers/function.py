@@ -31,15 +31,11 @@ class QuantFunction(QuantLayer):
     layers do.
 
     Args:
-        function: F.linear, F.conv1d, F.conv2d or F.conv3d.
+        function: F.linear, F.conv1d, F.conv2d or F.conv3d, else a ValueError.
         weight_shape: shape of the weight with which it will be called.
         options: keyword arguments of the function other than input, weight and bias.
-        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the input; None: the input is quantized elsewhere; "default": as in other layers.
+        weight_spec, activation_spec: as in `QuantLayer`, but that the input is quantized elsewhere by default.
         device: device of the quantizers.
-
-    Raises:
-        ValueError: for another function.
 
     >>> weight = nn.Parameter(torch.randn(6, 4))
     >>> project = QuantFunction(F.linear, (2, 4))

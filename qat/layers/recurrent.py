@@ -29,10 +29,7 @@ class StepProduct(QuantFunction):
     """
 
     def bind(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """This product with this weight and bias, as a function of the input alone.
-
-        It chooses between integers and fake quantization as `QuantLayer.compute` does; valid for one forward pass.
-        """
+        """This product with this weight and bias, as a function of the input alone, for one forward pass."""
         if self.calibrating:
             self.fit_weight(weight)
         input_quantizer = self.input_quantizer
@@ -65,17 +62,12 @@ def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     return ((1 - update) * new + update * state[0],)
 
 
-def tanh_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """h' = tanh(from_input + from_hidden), shapes (N, H)."""
-    return (torch.tanh(from_input + from_hidden),)
-
-
-def relu_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """h' = relu(from_input + from_hidden), shapes (N, H)."""
-    return (torch.relu(from_input + from_hidden),)
-
-
-CELLS: dict[str, Cell] = {"LSTM": lstm_cell, "GRU": gru_cell, "RNN_TANH": tanh_cell, "RNN_RELU": relu_cell}
+CELLS: dict[str, Cell] = {
+    "LSTM": lstm_cell,
+    "GRU": gru_cell,
+    "RNN_TANH": lambda from_input, from_hidden, _: (torch.tanh(from_input + from_hidden),),
+    "RNN_RELU": lambda from_input, from_hidden, _: (torch.relu(from_input + from_hidden),),
+}
 """The arithmetic of one step, by torch's `mode` of the layer."""
 
 
@@ -110,10 +102,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     steps at once), the hidden state (one grid for all steps), or the hidden state before its projection. Biases,
     gates and cell state are float. So are outputs: the next step or layer quantizes what it reads.
 
-    Args:
-        input_size ... dtype: as in torch's layer, in the same order.
-        weight_spec: grid of the weights, as in `QuantLayer`.
-        activation_spec: grid of inputs and hidden states, as in `QuantLayer`, None: weights only.
+    Arguments as of torch's layer, and those of `QuantLayer`: activation_spec is the grid of inputs and hidden states.
     """
 
     state_size: ClassVar[int] = 1
@@ -175,19 +164,9 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     def forward(
         self, input: Tensor | PackedSequence, hx: Tensor | tuple[Tensor, Tensor] | None = None
     ) -> tuple[Any, Any]:
-        """Run the sequence through all layers.
+        """Run the sequence through all layers, with the arguments and results of torch's layer.
 
-        Args:
-            input: (L, N, input_size), (N, L, input_size) with batch_first, (L, input_size), or a PackedSequence.
-            hx: the initial state, shape (layers * directions, N, H), without N for one sequence; for an LSTM the pair
-                (h_0, c_0). None: zeros.
-
-        Returns:
-            The outputs of the last layer in the layout of the input, and the final state in the layout of hx.
-
-        Raises:
-            TypeError: if an LSTM's hx is not a pair.
-            ValueError: for the wrong shapes, or an empty sequence.
+        An LSTM's hx that is no pair is a TypeError; wrong shapes, or an empty sequence, are a ValueError.
         """
         if isinstance(input, PackedSequence):
             sizes = [int(size) for size in input.batch_sizes]

@@ -62,14 +62,9 @@ class QuantTwin(nn.Module):
         weight_spec: QuantSpec | None = None,
         activation_spec: ActivationSpec = "default",
     ) -> "Self":
-        """The quantized twin of a float layer. It shares the layer's parameters; it does not copy them.
+        """The quantized twin of a float layer, which shares its parameters; a TypeError for another type of layer.
 
-        Args:
-            layer: the float layer; it may be parametrized (`torch.nn.utils.parametrize`, weight norm).
-            weight_spec, activation_spec: as in the constructor.
-
-        Raises:
-            TypeError: if the layer is of another type.
+        The layer may be parametrized (`torch.nn.utils.parametrize`, weight norm).
 
         >>> from qat import QuantLinear
         >>> twin = QuantLinear.from_float(nn.Linear(8, 2), QuantSpec(bits=4))
@@ -148,12 +143,8 @@ def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinCla
     `compute`, and `integers` for its own bias (`weight is None`): `compute` hands it the scaled one. The float layer
     has the attributes `weight` and `bias` (None for none).
 
-    Args:
-        float_class: the class of the float layers.
-
-    Raises:
-        TypeError: if float_class is not a class of modules, or the twin is neither `QuantLayer` nor `CompositeTwin`.
-        ValueError: if float_class has another twin already.
+    What is not a class of modules, or a twin that is neither `QuantLayer` nor `CompositeTwin`, is a TypeError; a
+    float_class that has another twin already is a ValueError.
 
     >>> from qat.layers import QuantLinear
     >>> class Projection(nn.Linear):

@@ -61,7 +61,11 @@ def find_functional_layers(graph_module: fx.GraphModule, root: nn.Module) -> lis
             if layer is None:
                 name = _unused(name, graph_module, taken)
                 taken.add(name)
-            owners = [owner for owner in _owners(given["weight"]) if _is_single(root.get_submodule(owner))]
+            owned = {owner: root.get_submodule(owner) for owner in _owners(given["weight"])}
+            # A layer whose twin has this weight alone: the recipe speaks of it by the layer's name.
+            owners = [
+                owner for owner, each in owned.items() if float_type_of(each) is not None and not is_composite(each)
+            ]
             found.append(
                 FunctionalLayer(node, given, name, layer, owners[0] if len(owners) == 1 and owners[0] else name)
             )
@@ -129,7 +133,6 @@ def _replace(layer: FunctionalLayer, graph_module: fx.GraphModule) -> None:
 
 
 def _owners(weight: fx.Node) -> set[str]:
-    """The modules that own the parameters from which a weight is computed."""
     if weight.op == "get_attr":
         return {str(weight.target).rpartition(".")[0]}
     made = {str(weight.target).rpartition(".parametrizations.")[0]} if weight.op == "call_module" else set()
@@ -137,7 +140,7 @@ def _owners(weight: fx.Node) -> set[str]:
 
 
 def _reader(node: fx.Node, given: dict[str, Any], root: nn.Module) -> tuple[str, nn.Linear | None]:
-    """The name of the quantized layer, and the linear layer whose whole weight the call reads, if there is one."""
+    # the name of the quantized layer, and the linear layer whose whole weight the call reads, if there is one
     weight, bias = given["weight"], given.get("bias")
     if weight.op == "get_attr" and node.target is F.linear:
         owner, _, attribute = str(weight.target).rpartition(".")
@@ -157,8 +160,3 @@ def _unused(name: str, graph_module: fx.GraphModule, taken: set[str]) -> str:
         number += 1
         candidate = free_name(graph_module, f"{name}_{number}")
     return candidate
-
-
-def _is_single(layer: nn.Module) -> bool:
-    """Whether a layer has a twin with one weight: then the recipe speaks of it by the layer's name."""
-    return float_type_of(layer) is not None and not is_composite(layer)

@@ -138,8 +138,8 @@ def is_split(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 
 
 def _pads_with_zero(node: fx.Node) -> bool:
-    """Whether F.pad(x, pad, mode, value) adds only values on the grid: zeros, or copies of the input's values."""
     arguments = given_by_name(node, ("input", "pad", "mode", "value"))
+    # other modes than "constant" copy the input's values, which lie on its grid
     return bool(arguments.get("mode", "constant") != "constant" or arguments.get("value") in (None, 0, 0.0))
 
 

@@ -32,9 +32,7 @@ def prepare_graph(
 ) -> PreparedGraph:
     """Trace a float model, or a submodule of one, and quantize the graph, which takes over the model's own layers.
 
-    Raises:
-        CaptureError: if it cannot be traced; the model is then unchanged.
-        ValueError: if a grid of the recipe, whose names are those in root, does not fit.
+    A model that cannot be traced is a CaptureError, and unchanged; a grid of the recipe that does not fit a ValueError.
     """
     if examples is None:
         raise CaptureError("there are no example_inputs, with which the model would be one graph")
@@ -64,7 +62,6 @@ def prepare_graph(
 def _first_and_last(
     graph_module: PreparedGraph, root: nn.Module, functional: list[FunctionalLayer], recipe: ScopedRecipe
 ) -> tuple[str, str]:
-    """The names of the first and the last layer that will be quantized, in the order of execution."""
     called = dict(layers_of(root))
     of_node = {layer.node: layer for layer in functional}
     order: list[str] = []
@@ -122,10 +119,8 @@ def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
 
 
 class _PartsVisitor:
-    """The walk through a model that cannot be traced as a whole; `left`: the layers that stay in float, with reasons.
-
-    `calls`: what each submodule was given first in a run with the examples; None without examples.
-    """
+    # The walk through a model that cannot be traced as a whole. `left`: the layers that stay in float, with reasons;
+    # `calls`: what each submodule was given first in a run with the examples; None without examples.
 
     def __init__(
         self, recipe: QuantRecipe, calls: Mapping[nn.Module, Arguments] | None, graph_class: type[PreparedGraph],
@@ -135,7 +130,6 @@ class _PartsVisitor:
         self._done: dict[int, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> None:
-        """Quantize the children of a module, in place."""
         # torch's fast path for these reads the weights directly and does not call the layers that hold them.
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
@@ -158,7 +152,7 @@ class _PartsVisitor:
             setattr(module, key, self._done[id(child)])
 
     def _part(self, child: nn.Module, name: str) -> nn.Module | None:
-        """The module that replaces a submodule; None if its own children have to be visited."""
+        # None if its own children have to be visited
         if self.calls is not None and child not in self.calls:
             if is_layer(child):
                 self.left[name] = "forward never calls it for the example inputs"
@@ -184,7 +178,6 @@ class _PartsVisitor:
 
 
 def _layer(layer: nn.Module, name: str, recipe: ScopedRecipe, left: dict[str, str]) -> nn.Module:
-    """The layer's twin with its own input quantizer; or the layer itself, with the reason in `left`."""
     reason = refusal(name, layer, recipe)
     if reason is not None:
         left[name] = reason

@@ -66,7 +66,7 @@ class Placement:
         return specs
 
     def _computes_in_float(self, reader: fx.Node, operand: fx.Node) -> bool:
-        """Whether a consumer reads the values, asks for no grid, and so gets the one that stands there."""
+        # it reads the values, asks for no grid, and so gets the one that stands there
         layer = isinstance(submodule_of(self.graph_module, reader), QuantLayer)
         reads = reader in self.tensors or reader.op == "output"
         return reads and not layer and not self._demand(reader, operand)
@@ -93,7 +93,7 @@ class Placement:
         return reader in self.order and bool(self._demand(reader, operand))
 
     def _demand(self, reader: fx.Node, operand: fx.Node) -> list[QuantSpec]:
-        """The grid that a consumer asks for on one of its operands, as a list of one; empty if it computes in float."""
+        # a list of one grid; empty if the consumer computes in float
         module = submodule_of(self.graph_module, reader)
         if reader in self.constants:
             return []
@@ -107,19 +107,15 @@ class Placement:
             return [chosen] if operand in inputs else []
         if is_product(reader, self.graph_module):
             return [self.recipe.activation]
-        if self.profile.quantizes_outputs:
-            return [self.recipe.residual] if self._has_no_float(reader) else []
+        if self.profile.quantizes_outputs:  # no float arithmetic: every operation and the model's outputs need a grid
+            known = operation_of(reader, self.graph_module, {**JOINING, **AVERAGING, **NONLINEAR})
+            return [self.recipe.residual] if reader.op == "output" or known is not None else []
         if operand in self.constants or not self._takes_grids(reader):
             return []
         return [self.recipe.residual] if self._is_wanted(reader) else []
 
-    def _has_no_float(self, reader: fx.Node) -> bool:
-        """On a target without float arithmetic, every operation and the model's outputs need a grid."""
-        known = {**JOINING, **AVERAGING, **NONLINEAR}
-        return reader.op == "output" or operation_of(reader, self.graph_module, known) is not None
-
     def _takes_grids(self, node: fx.Node) -> bool:
-        """Whether it runs in integers if its result does; it must have no parameter or number among its operands."""
+        # whether it runs in integers if its result does; it must have no parameter or number among its operands
         averages = operation_of(node, self.graph_module, AVERAGING)
         joins = operation_of(node, self.graph_module, JOINING)
         if averages:
@@ -130,7 +126,7 @@ class Placement:
         return len(operands) > 1 and not self.constants.intersection(operands)
 
     def _is_wanted(self, node: fx.Node) -> bool:
-        """Whether a consumer reads the result as integers, directly or after a ReLU."""
+        # whether a consumer reads the result as integers, directly or after a ReLU
         if node not in self.wanted:
             self.wanted[node] = any(
                 self._is_wanted(reader) if is_relu(reader, self.graph_module) else bool(self._demand(reader, operand))
@@ -139,7 +135,7 @@ class Placement:
         return self.wanted[node]
 
     def _ends_convolution(self, node: fx.Node) -> bool:
-        """Whether this ends conv -> ReLU and is not an output of the model: integer kernels have no float result."""
+        # conv -> ReLU that is not an output of the model: integer kernels have no float result
         anchor = node
         while is_relu(anchor, self.graph_module):
             anchor = anchor.all_input_nodes[0]
@@ -209,7 +205,6 @@ def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement
 
 
 def _end_of_chain(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
-    """The last ReLU after an operation, or the operation itself: its quantizer stands there."""
     while len(node.users) == 1 and is_relu(reader := next(iter(node.users)), graph_module):
         node = reader
     return node
@@ -231,7 +226,6 @@ def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.N
 
 
 def _add_quantizer(wanted: str, spec: QuantSpec, placement: Placement) -> str:
-    """Register a quantizer under this name, or the next one that is free."""
     graph_module = placement.graph_module
     name = free_name(graph_module, wanted)
     try:
@@ -242,10 +236,8 @@ def _add_quantizer(wanted: str, spec: QuantSpec, placement: Placement) -> str:
 
 
 def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
-    """Call a quantizer on a tensor, after the last in-place write that precedes the first consumer with a grid.
-
-    All consumers up to the next write read the result; writes still go to the original.
-    """
+    # Called after the last in-place write that precedes the first consumer with a grid. All consumers up to the next
+    # write read the result; writes still go to the original.
     graph_module, order = placement.graph_module, placement.order
     writers = set(placement.memory.seen_writers(node))
     changes = [order[writer] for writer in writers if order[writer] > order[node]]
@@ -264,7 +256,7 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
 
 
 def _narrow(fewer: list[tuple[fx.Node, fx.Node, QuantSpec]], shared: str, placement: Placement) -> None:
-    """Put a quantizer of fewer bits between the shared one and the consumers that ask for them; one for each grid."""
+    # a quantizer of fewer bits between the shared one and the consumers that ask for them; one for each grid
     graph_module, calls = placement.graph_module, dict[tuple[fx.Node, QuantSpec], fx.Node]()
     for reader, operand, spec in fewer:
         for given in reader.all_input_nodes:
@@ -279,7 +271,7 @@ def _narrow(fewer: list[tuple[fx.Node, fx.Node, QuantSpec]], shared: str, placem
 
 
 def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
-    """The name of the layer or operation before any ReLUs: blocks often share one ReLU module."""
+    # of the layer or operation before any ReLUs: blocks often share one ReLU module
     anchor = node
     while is_relu(anchor, graph_module) and anchor.all_input_nodes[0].op != "placeholder":
         anchor = anchor.all_input_nodes[0]

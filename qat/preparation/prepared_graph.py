@@ -51,10 +51,9 @@ class Block(nn.Module):
         return child
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute, else what the class of the float model's module has: a method, a property."""
         try:
             return super().__getattr__(name)
-        except AttributeError:
+        except AttributeError:  # what the class of the float model's module has: a method, a property
             kept = vars(self).get("float_class")
             owners = () if kept is None else kept.__mro__  # getattr_static would find what type has: __name__
             found = next((vars(owner)[name] for owner in owners if name in vars(owner)), None)
@@ -128,7 +127,7 @@ class PreparedGraph(Block, fx.GraphModule):
         return code
 
     def _name_left_out(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise a ValueError for an error of forward if an argument that the example inputs had is left out."""
+        # a ValueError for an error of forward if an argument that the example inputs had is left out
         arguments = [node for node in self.graph.nodes if node.op == "placeholder"]
         names = [str(node.target) for node in arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -145,7 +144,6 @@ class PreparedGraph(Block, fx.GraphModule):
         return None
 
     def _forget(self) -> None:
-        """Forget everything that was derived from the model's earlier state."""
         cls: Any = type(self)
         cls._snapshot = None
 
@@ -185,11 +183,10 @@ class PreparedGraph(Block, fx.GraphModule):
         return model
 
     def _is_meta_only(self) -> bool:
-        """Whether all parameters are on the meta device, where nothing can be computed."""
         return not any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle: torch.fx would trace the generated code again, which not every code allows."""
+        # torch.fx would trace the generated code again, which not every code allows
         held = {key: value for key, value in vars(self).items() if key not in ("_graph", VERDICTS)}  # of this machine
         return unpickled, (class_of(self), type(self).__name__, held, written(self.graph))
 
@@ -230,8 +227,7 @@ def keep_all_attributes(prepared: nn.Module, model: nn.Module) -> None:
 
 
 def _is_storable(value: Any) -> bool:
-    """Whether a copy of it can be pickled, as the prepared model can be: no lambda, no local class, no open file."""
-    try:
+    try:  # fails for a lambda, a local class, an open file
         pickle.dumps(value)
     except Exception:  # whatever its class raises
         return False

@@ -24,13 +24,9 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     `calibrate` does this, and so does the first training step after a change. A model that is loaded from a checkpoint
     and compiled at once needs this call: compiled code cannot check itself, and trains the plain graph until then.
 
-    Args:
-        model: a calibrated model from `prepare`; it is left as it was.
-        args, kwargs: arguments of its forward; a slice of the batch is used.
-
-    Returns:
-        A `qat.codes.verdict.Verdict` for each part, by its name ("" for the whole model). Parts to which no kernel
-        applies are missing.
+    The other arguments are those of the model's forward; a slice of the batch is used, and the model is left as it was.
+    It returns a `qat.codes.verdict.Verdict` for each part, by its name ("" for the whole model), without parts to which
+    no kernel applies.
 
     >>> import qat
     >>> x = torch.randn(4, 3, 8, 8)
@@ -63,17 +59,14 @@ def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
 
 def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
     """Compare both ways for every layer of a class of the user's, on the arguments of the parts' first calls."""
-    own = {name: module for name, module in model.named_modules() if _is_own(module)}
+    theirs = ("qat.", "torch.")  # FSDP2 gives a layer that it shards a class of torch's
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLayer)]
+    own = {name: layer for name, layer in layers if not type(layer).__module__.startswith(theirs)}
     with evaluating(model), torch.no_grad(), ExitStack() as hooks:
         for name, layer in own.items():
             hooks.enter_context(layer.register_forward_hook(partial(_compare, name), with_kwargs=True))
         for graph, (args, kwargs) in calls.items() if own else ():
             graph(*args, **kwargs)
-
-
-def _is_own(module: nn.Module) -> bool:
-    """Of a class from elsewhere; FSDP2 gives a layer that it shards one of torch's."""
-    return isinstance(module, QuantLayer) and not type(module).__module__.startswith(("qat.", "torch."))
 
 
 def _compare(name: str, layer: Any, args: Any, kwargs: Any, evaluated: Any) -> None:

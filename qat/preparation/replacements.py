@@ -160,7 +160,6 @@ def follow_replacements(model: fx.GraphModule) -> bool:
 
 
 def _takes(node: fx.Node, key: str, path: str, model: fx.GraphModule) -> bool:
-    """Whether the module that a node calls takes the module at a path as this keyword argument."""
     module, handed = submodule_of(model, node), _module_at(model, path)
     if not isinstance(module, QuantLayer):
         return False
@@ -181,7 +180,6 @@ def _pass_modules(node: fx.Node, wanted: dict[str, str], now: dict[str, fx.Node]
 
 
 def _call_norm_alone(node: fx.Node, norm: str | None) -> None:
-    """Call the norm at this path after its layer, which does not take it; None if the layer takes it."""
     alone = next((user for user in node.users if user.meta.get(STANDALONE_NORM)), None)
     if alone is not None and norm is None:
         alone.replace_all_uses_with(node)
@@ -194,7 +192,7 @@ def _call_norm_alone(node: fx.Node, norm: str | None) -> None:
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path, or None. It reads no parameters: a parametrized one would be computed."""
+    # by children alone: getattr on the way would compute a parametrized parameter
     found: nn.Module | None = model
     for step in path.split("."):
         found = None if found is None else children_of(found).get(step)

@@ -56,7 +56,6 @@ def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None)
 
 
 def _split(node: fx.Node, x: Any) -> None:
-    """silu(x) as x * sigmoid(x)."""
     scope = str(node.target) if node.op == "call_module" else scope_of(node)
     with node.graph.inserting_before(node):
         sigmoid = node.graph.call_function(torch.sigmoid, (x,))

@@ -89,9 +89,8 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
 
 
 def _readers(node: fx.Node, constant: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes that read a parameter, or a value that is computed from parameters alone."""
     for user in node.users:
-        if user in constant:
+        if user in constant:  # computed from parameters alone
             yield from _readers(user, constant)
         else:
             yield user
@@ -143,7 +142,12 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
 
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Module) -> None:
     """Refuse a recipe with an override that matches none of the layers, given by name and name of float class."""
-    own = {name for name, layer in layers_of(model) if isinstance(layer, QuantTwin) and _has_its_quantizers(layer)}
+    twins = {name: layer for name, layer in layers_of(model) if isinstance(layer, QuantTwin)}
+    own = {
+        name
+        for name, twin in twins.items()
+        if all(getattr(twin, key) is not None for key in getattr(twin, "quantizer_arguments", ()))
+    }  # those that quantize their inputs themselves
     for pattern in recipe.overrides:
         matched = {name for name, kind in layers.items() if recipe.matches(pattern, name, kind)}
         if matched and matched <= own:
@@ -157,13 +161,6 @@ def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Mod
         names = sorted({TYPE_PREFIX + kind for kind in layers.values()}) if by_type else list(layers)
         hint = did_you_mean(pattern, names, count=3) or f"layers are called {', '.join(names[:3])} ..."
         raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")
-
-
-def _has_its_quantizers(layer: QuantTwin) -> bool:
-    """Whether a twin quantizes its inputs itself: it was not made for another quantizer in front of it."""
-    return not isinstance(layer, QuantLayer) or all(
-        getattr(layer, name) is not None for name in layer.quantizer_arguments
-    )
 
 
 def call_own_quantizers(graph_module: fx.GraphModule) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qat.collectives import rank_count
 from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
-from qat.functional.tensors import overwrite, require_floating
+from qat.functional.tensors import overwrite, require_floating, widened
 from qat.inputs import described
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
@@ -48,17 +48,13 @@ class Quantizer(nn.Module):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
     A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`. One that learns
-    something else than a scale overrides `add_parameters` (which calls `add_zero_point` in any case), `set_range`, and
-    `grid` and `compute_codes` if it has a grid.
+    something else than a scale overrides `add_parameters` (which calls `add_zero_point` in any case), `cover`, and
+    `grid` and `compute_codes` if it has a grid. A grid or option that the rule cannot have is a ValueError.
 
     Args:
         spec: the grid, the rule and its options; what it leaves open is that of the role.
         role: "weight" or "activation"; decides N in LSQ's gradient factor 1/sqrt(N*qmax).
         shape: shape of scale; () per tensor, (64, 1, 1, 1) for 64 channels of a convolution weight; see `scale_shape`.
-        device: where the parameters live.
-
-    Raises:
-        ValueError: if the rule cannot have this grid or does not know an option.
 
     Attributes:
         scale: the learned step, a parameter from construction on; it acts through `positive_scale`.
@@ -100,7 +96,8 @@ class Quantizer(nn.Module):
     """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
 
     # torch.distributed.checkpoint looks up every key of a state dict as an attribute.
-    disabled, frozen = (property(attrgetter(f"is_{key}")) for key in SWITCHES)
+    disabled = property(attrgetter("is_disabled"))
+    frozen = property(attrgetter("is_frozen"))
 
     scale: Tensor
     smallest_scale: Tensor
@@ -219,8 +216,7 @@ class Quantizer(nn.Module):
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The (scale, zero_point) in force: scale positive and finite, zero_point an integer of the grid.
 
-        Args:
-            x: the tensor itself, which a rule that finds its scale anew at every call needs (weights only).
+        A rule that finds its scale anew at every call (of weights only) needs the tensor itself.
         """
         scale = self.effective_scale()
         return scale, torch.zeros_like(scale, requires_grad=False) if self.zero_point is None else self.zero_point
@@ -261,8 +257,7 @@ class Quantizer(nn.Module):
     def compute_codes(self, x: Tensor) -> Tensor:
         """clamp(round(x / scale) + zero_point, qmin, qmax), what a rule with other integers overrides; x is grouped."""
         scale, zero_point = self.grid(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return torch.clamp(round_ste(x.to(wide) / scale) + zero_point, *self.bounds())
+        return torch.clamp(round_ste(widened(x)[0] / scale) + zero_point, *self.bounds())
 
     @property
     def channel_axis(self) -> int | tuple[int, int] | None:
@@ -319,12 +314,8 @@ class Quantizer(nn.Module):
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Set the range from values of shape (scales, elements), as `spec.init` says.
 
-        Args:
-            values: of a weight all, of an activation a sample.
-            elements: of the whole weight, or of one sample of the activation; None: as many as there are values.
-
-        Raises:
-            ValueError: for NaN or infinity, no values, or negative ones on a grid that has none.
+        They are all of a weight, or a sample of an activation; `elements` is how many the whole weight, or one sample
+        of the activation, has. NaN, infinity, no values, or negative ones on a grid without them are a ValueError.
         """
         low, high = initial_range(values, self.spec)
         if self.spec.symmetric and not self.spec.signed and bool((low < 0).any()):
@@ -338,17 +329,8 @@ class Quantizer(nn.Module):
     def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
         """Cover low .. high (shape of scale, or one value); in place, so that optimizers keep their parameter.
 
-        Raises:
-            ValueError: if a bound is NaN or infinite, or the range wider than float32.
+        A bound that is NaN or infinite, or a range wider than float32, is a ValueError.
         """
-        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
-        self.set_positive("scale", scale)
-        if self.zero_point is not None:
-            self.zero_point.copy_(zero_point)
-        self.mark_calibrated()
-
-    def checked_range(self, low: Tensor | float, high: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Both bounds, finite, in the shape of the scales, where they live."""
         low, high = (torch.as_tensor(each).detach().to(self.calibrated.device, torch.float32) for each in (low, high))
         if not bool(torch.isfinite(high - low).all()):
             raise ValueError(
@@ -357,7 +339,15 @@ class Quantizer(nn.Module):
         low, high = (
             bound.reshape(self.shape) if bound.numel() == math.prod(self.shape) else bound for bound in (low, high)
         )
-        return low.expand(self.shape), high.expand(self.shape)
+        self.cover(low.expand(self.shape), high.expand(self.shape))
+        self.mark_calibrated()
+
+    def cover(self, low: Tensor, high: Tensor) -> None:
+        """What `set_range` does to the parameters; both bounds are finite and have the shape of the scales."""
+        scale, zero_point = scale_and_zero_point(low, high, self.spec)
+        self.set_positive("scale", scale)
+        if self.zero_point is not None:
+            self.zero_point.copy_(zero_point)
 
     def mark_calibrated(self) -> None:
         """Remember that the range comes from data."""
@@ -372,7 +362,7 @@ class Quantizer(nn.Module):
             parameter.grad = None  # else an optimizer would apply the last one again
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without the hooks that an aid has put up for a time, since it would not end there."""
+        # without the hooks that an aid has put up for a time: in a copy it would not end
         hooks = {key: hook for key, hook in hooks_of(self)[0].items() if not getattr(hook, "for_a_time", False)}
         return {**self.__dict__, FORWARD_HOOKS: OrderedDict(hooks)}
 
@@ -414,8 +404,7 @@ class Quantizer(nn.Module):
             self.is_calibrated = bool(self.calibrated)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Scales per group of a convolution have 5 axes, and torch would give them a memory format made for images."""
-
+        # Scales per group of a convolution have 5 axes, and torch would give them a memory format made for images.
         def flat(t: Tensor) -> Tensor:
             moved: Tensor = fn(t.flatten()).view(t.shape) if t.dim() == 5 else fn(t)
             return moved

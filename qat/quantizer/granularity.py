@@ -8,16 +8,10 @@ from qat.spec import QuantSpec, default_spec
 
 
 def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a weight, such that they broadcast over `to_groups(weight, spec)`.
+    """Shape of the scales of a weight (out, in, ...), such that they broadcast over `to_groups(weight, spec)`.
 
-    tensor: ();  channel: (out, 1, ...);  group: (out, in / group_size, 1, ...), one axis more than the weight.
-
-    Args:
-        spec: granularity and group_size; left open, that of a weight.
-        weight_shape: (out, in, ...).
-
-    Raises:
-        ValueError: if group_size does not divide the inputs, or there is no input axis.
+    tensor: ();  channel: (out, 1, ...);  group: (out, in / group_size, 1, ...), one axis more than the weight. A
+    ValueError is raised if group_size does not divide the inputs, or there is no input axis.
 
     >>> scale_shape(QuantSpec(granularity="group", group_size=16), (8, 64, 3, 3))
     (8, 4, 1, 1, 1)

@@ -42,9 +42,7 @@ class RangeObserver:
         self._samples.append(values.to("cpu", copy=True))
 
     def values(self, extremes: bool = False) -> Tensor:
-        """The sample, or only the extremes of every batch, shape (1, elements); (1, 0) if nothing was seen.
-
-        NaN or infinity is put into the sample; other extremes are not: they would fill the tail of a percentile.
-        """
+        """The sample, or only the extremes of every batch, shape (1, elements); (1, 0) if nothing was seen."""
+        # Extremes that are NaN or infinite are put into the sample; others would fill the tail of a percentile.
         kept = self._extremes if extremes else [*self._samples, *(e for e in self._extremes if not e.isfinite().all())]
         return torch.cat(kept)[None] if kept else torch.empty(1, 0)

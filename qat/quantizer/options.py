@@ -13,11 +13,7 @@ class NoOptions:
 
 
 def read_options(rule: str, options_type: Any, given: Mapping[str, Any]) -> Any:
-    """The options of a rule, its defaults filled in.
-
-    The fields of `options_type` are the options, with a default each and the type that a value must have;
-    `__post_init__` may raise ValueError for other limits.
-    """
+    """An instance of a rule's dataclass: fields with defaults and types; `__post_init__` may refuse by ValueError."""
     known = [option.name for option in fields(options_type)]
     for name in given:
         if name not in known:

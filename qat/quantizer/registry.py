@@ -17,13 +17,10 @@ QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
     """Class decorator: make a `Quantizer` available as `QuantSpec(rule=name)`, in code and in YAML.
 
-    Raises:
-        ValueError: if the name is taken by another class.
-        TypeError: if the name is none, as of a decorator without parentheses, or the class is not a `Quantizer`.
+    A name that another class has is a ValueError; a decorator without parentheses, or another class, a TypeError.
 
     A rule whose values lie on the grid is deployed with `codes(x)` and `grid(x)`, which have to agree with
-    `quantize(x)`; one whose values do not sets `exportable = False`. What else a rule may override is said in
-    `Quantizer`: its parameters, its options, a penalty on the loss, annealing.
+    `quantize(x)`; one whose values do not sets `exportable = False`. `Quantizer` says what else it may override.
 
     >>> from qat.functional import fake_quantize
     >>> @register_quantizer("doc_fixed")
@@ -67,10 +64,7 @@ def quantizer_class(rule: str) -> type[Quantizer]:
 def create_quantizer(
     spec: QuantSpec, role: Role = "activation", shape: tuple[int, ...] = (), device: torch.device | str | None = None
 ) -> Quantizer:
-    """A new quantizer of the rule that the spec names; arguments as of `Quantizer`.
-
-    Raises:
-        ValueError: if no rule of that name is registered.
+    """A new quantizer of the rule that the spec names, a ValueError if there is none; arguments as of `Quantizer`.
 
     >>> create_quantizer(QuantSpec(bits=4), "weight", (8, 1))
     LSQQuantizer(lsq, int4 narrow symmetric per channel)
@@ -80,10 +74,9 @@ def create_quantizer(
 
 
 def estimator_of(module: object) -> str | None:
-    """The estimator that a quantizer computes; None if its class declares none.
+    """The estimator that a quantizer computes: the class attribute `estimator` of its rule; None if it has none.
 
-    A rule declares it as the class attribute `estimator`. A subclass inherits it while it inherits every method that
-    decides what a call computes; one that overrides such a method has none, unless it declares one itself.
+    A subclass inherits it together with all methods that decide what a call computes, or else declares its own.
     """
     kind = type(module)
     declaring = next((base for base in kind.__mro__ if "estimator" in vars(base)), None)

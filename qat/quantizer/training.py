@@ -51,23 +51,13 @@ def parameter_groups(
     the groups stay the same when it is called or undone, and a resumed optimizer finds what it saved.
 
     Args:
-        model: prepared, or any other; without quantizers there are the first three groups.
-        lr: learning rate of weights, norms and biases, at least 0.
-        weight_decay: of weights, at least 0; as in torch.optim.SGD none unless it is given.
-        norm_weight_decay: of norms and biases.
         quantizer_lr_factor: the rate of all quantizer parameters as a factor of lr; None: by bits, as above.
         quantizer_lr: the rate of all quantizer parameters, whatever lr is: for an optimizer of their own, such as
-            EWGS's Adam at 1e-5 (arXiv:2104.00903) beside SGD; None: a factor of lr.
-        quantizer_weight_decay: of quantizer parameters; a scale that decays shrinks its range.
-        weight_decay_by_bits: whether weights on few bits decay less, as above.
+            EWGS's Adam at 1e-5 (arXiv:2104.00903) beside SGD.
+        quantizer_weight_decay: a scale that decays shrinks its range.
 
-    Returns:
-        Groups with the keys name, params, lr and weight_decay, without empty groups. Each parameter is in exactly one,
-        also if it is shared.
-
-    Raises:
-        TypeError: if model is not an nn.Module (for example model.parameters()).
-        ValueError: if the model has no trainable parameter, a number is negative, or quantizers get two rates.
+    Groups have the keys name, params, lr and weight_decay, and are not empty. Each parameter is in exactly one, also if
+    it is shared. A model without trainable parameters, a negative number, or two rates for quantizers are a ValueError.
 
     >>> from qat import prepare
     >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), example_inputs=torch.randn(2, 3, 8, 8))
@@ -132,7 +122,6 @@ def decay_factor_of(bits: int) -> float:
 
 
 def _check(rates: dict[str, float | None], **given: float) -> None:
-    """Refuse a rate that is not a number of at least 0, and two rates of quantizers."""
     chosen = {name: rate for name, rate in rates.items() if rate is not None}
     for name, value in (*given.items(), *chosen.items()):
         if not isinstance(value, (Real, Tensor)) or not value >= 0:
@@ -143,7 +132,6 @@ def _check(rates: dict[str, float | None], **given: float) -> None:
 
 
 def _kind_of(name: str, parameter: nn.Parameter, of_norm: bool) -> str:
-    """The group of a parameter outside of quantizers."""
     if of_norm:
         return "norms"
     return "biases" if parameter.dim() <= 1 or name.rpartition(".")[2] == "bias" else "weights"
@@ -168,16 +156,15 @@ def weight_bits(model: nn.Module) -> dict[int, int]:
 
 
 def _weight_quantizers(module: nn.Module) -> Iterator[Quantizer]:
-    """Those that a layer owns; attention and recurrent layers have them in the functions that they are made of."""
+    # attention and recurrent layers have them in the functions that they are made of
     for each in module.modules() if hasattr(module, "inner_weights") else module.children():
         if isinstance(each, Quantizer) and each.role == "weight":
             yield each
 
 
 def _read_by_functions(model: fx.GraphModule) -> list[tuple[nn.Parameter, Quantizer]]:
-    """The parameters from which quantized functions of the graph get their weight, its second argument."""
     found = []
-    for node in model.graph.nodes:
+    for node in model.graph.nodes:  # a quantized function gets its weight as its second argument
         if node.op == "call_module" and len(node.args) > 1 and isinstance(node.args[1], fx.Node):
             quantizers = list(_weight_quantizers(model.get_submodule(str(node.target))))
             values = [attrgetter(str(each.target))(model) for each in _origins(node.args[1])] if quantizers else []
@@ -186,7 +173,6 @@ def _read_by_functions(model: fx.GraphModule) -> list[tuple[nn.Parameter, Quanti
 
 
 def _origins(node: fx.Node) -> set[fx.Node]:
-    """The attributes of the model that a value is computed from."""
     seen, waiting = set[fx.Node](), [node]
     while waiting:
         each = waiting.pop()
@@ -216,11 +202,7 @@ def penalty(model: nn.Module) -> Tensor:
 def set_progress(model: nn.Module, progress: float) -> None:
     """Tell the annealed rules (`stacked_sigmoid`, `binary` with error decay) how far the training is.
 
-    Args:
-        progress: 0 at the start to 1 at the end; call it before every step or epoch.
-
-    Raises:
-        ValueError: if progress is outside.
+    Progress goes from 0 at the start to 1 at the end; call it before every step or epoch.
     """
     expect_model(set_progress, model)
     if not 0 <= progress <= 1:
@@ -237,11 +219,8 @@ def replicate_quantizers(model: nn.Module) -> set[nn.Parameter]:
     ignores alone. From now on every `backward` averages them, as FSDP2 does with those of weights. Every rank has to
     begin with the same parameters. docs/many_ranks.md has a whole program.
 
-    Args:
-        model: prepared and calibrated, not yet sharded, on the device of its training.
-
-    Returns:
-        The parameters of all quantizers, for `fully_shard(..., ignored_params=...)`.
+    The model is prepared and calibrated, not yet sharded, on the device of its training. What is returned, the
+    parameters of all quantizers, is for `fully_shard(..., ignored_params=...)`.
 
     >>> import qat
     >>> len(replicate_quantizers(qat.prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=torch.randn(4, 8))))

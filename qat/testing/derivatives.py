@@ -30,6 +30,7 @@ from qat.testing.report import (
     number,
     raising,
     require_close,
+    slots_in_words,
     uneven,
 )
 from qat.text import plural
@@ -59,8 +60,7 @@ def check_slots(estimator: Estimator, inputs: Inputs) -> str:
     subsets = list(itertools.product((False, True), repeat=len(inputs)))
     for wanted in subsets:
         asking = [slot for slot, asks in enumerate(wanted) if asks]
-        words = f"with gradients for {'slots' if len(asking) > 1 else 'slot'} {', '.join(map(str, asking))}"
-        words = f"{words} only: " if asking else "with gradients for no slot: "
+        words = f"with gradients for {slots_in_words(asking)} only: " if asking else "with gradients for no slot: "
         leaves = as_leaves(inputs, wanted)
         own = estimator.function(*leaves)
         if own.requires_grad and not asking:
@@ -88,7 +88,7 @@ def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
         shaped = [x, *inputs[1:]]
         for slot in estimator.broadcast:
             shaped[slot] = per_channel(inputs[slot], shape if slot in slots else ())
-        named = f"{'slots' if len(slots) > 1 else 'slot'} {', '.join(map(str, slots))} of shape {words}: "
+        named = f"{slots_in_words(slots)} of shape {words}: "
         with raising(named):
             y, got = estimator.gradients(tuple(shaped))
         expected = estimator.declared_gradients(tuple(shaped), uneven(y))
@@ -114,16 +114,15 @@ def check_second_order(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def _require_declared(estimator: Estimator, words: str, inputs: Inputs, got: Gradients, expected: Gradients) -> None:
-    """Compare gradients; if a parameter's is wrong, name the element of the output that causes it."""
     try:
         estimator.require_same_gradients(words, got, expected, inputs)
     except GradcheckError:
-        _blame(estimator, words, inputs)
+        _blame_element(estimator, words, inputs)
         raise
 
 
-def _blame(estimator: Estimator, words: str, inputs: Inputs) -> None:
-    """Raise for the first element of the output whose own gradient is wrong, if there is one."""
+def _blame_element(estimator: Estimator, words: str, inputs: Inputs) -> None:
+    # Raises for the first element of the output whose own gradient is wrong: it says more than a parameter's sum.
     x, whole = inputs[0], uneven(estimator.output(inputs))
     for position in range(min(whole.numel(), MOST_BLAMED)):
         one = torch.zeros_like(whole)
@@ -142,7 +141,6 @@ def _blame(estimator: Estimator, words: str, inputs: Inputs) -> None:
 
 
 def _require_each_channel(estimator: Estimator, words: str, inputs: Inputs, y: Tensor, shape: tuple[int, ...]) -> None:
-    """The output equals that of each channel alone with its own parameters."""
     x = inputs[0]
     along = shape.index(max(shape)) - len(shape)
     for channel in range(x.shape[along]):
@@ -156,7 +154,7 @@ def _require_each_channel(estimator: Estimator, words: str, inputs: Inputs, y: T
 
 
 def _watch(y: Tensor) -> list[str]:
-    """A list that backward fills with the gradients that a Function computes although no one needs them."""
+    # a list that backward fills with the gradients that a Function computes although no one needs them
     unasked: list[str] = []
     seen, ahead = set(), [y.grad_fn]
     while ahead:
@@ -255,7 +253,7 @@ def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
             tangents = [uneven(tensor, slot + 5) if slot in moved else None for slot, tensor in enumerate(inputs)]
             expected = estimator.declared_tangent(inputs, tangents)
             for name, push in (("torch.func.jvp", _func_jvp), ("torch.autograd.forward_ad", _dual_jvp)):
-                words = f"{name} along slot{'s' if len(moved) > 1 else ''} {', '.join(map(str, moved))}"
+                words = f"{name} along {slots_in_words(moved)}"
                 with raising(f"{words} "):
                     got = push(estimator.function, inputs, tangents)
                 estimator.require_close(words, got, expected, inputs[0])
@@ -284,7 +282,7 @@ def _dual_jvp(function: Callable[..., Any], inputs: Inputs, tangents: Sequence[T
 
 
 def _check_jacobians(estimator: Estimator, inputs: Inputs) -> str:
-    """jacfwd has the declared tangents as columns, jacrev the declared gradients as rows."""
+    # jacfwd has the declared tangents as columns, jacrev the declared gradients as rows
     inputs = _small(estimator, inputs)
     y = estimator.output(inputs)
     if max(tensor.numel() for tensor in (y, *inputs)) > LARGEST_JACOBIAN:
@@ -306,7 +304,7 @@ def _check_jacobians(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def _small(estimator: Estimator, inputs: Inputs) -> Inputs:
-    """A few values of x, if no other input depends on its shape."""
+    # a few values of x, if no other input depends on its shape
     x, parameters = inputs[0], inputs[1:]
     if not estimator.elementwise or x.numel() <= SMALL or any(p.numel() > 1 for p in parameters):
         return inputs

@@ -107,7 +107,6 @@ def check_layouts(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def _layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same values with other strides."""
     found = {}
     if x.ndim:
         room = x.new_empty((*x.shape[:-1], 2 * x.shape[-1]))
@@ -181,10 +180,8 @@ def _require_dtypes(words: str, y: Tensor, gradients: Sequence[Tensor | None], i
 
 
 def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
-    """Many values between zero and x, off bounds and ties, and as many parameters whose mantissas use many bits.
-
-    Dividing x by a scale with a short mantissa is as exact in bfloat16 as in float32, by one with a long mantissa not.
-    """
+    # Many values between zero and x, off bounds and ties, and as many parameters whose mantissas use many bits: by a
+    # scale with a short mantissa the division is as exact in bfloat16 as in float32.
     if not estimator.elementwise:
         return inputs
     k = torch.arange(SWEEP, dtype=torch.float64).reshape(SWEEP, *[1] * inputs[0].ndim)
@@ -196,9 +193,8 @@ def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
 
 
 def _moved(estimator: Estimator, inputs: Inputs) -> Iterator[Inputs]:
-    """The inputs unchanged, then with each one moved up and down by a rounding error."""
     yield inputs
-    for slot, tensor in enumerate(inputs):
+    for slot, tensor in enumerate(inputs):  # each one moved up and down by a rounding error
         patterns = [torch.ones_like(tensor)]
         if tensor.numel() > 1 and not (slot == 0 and estimator.elementwise):
             patterns += [torch.sign(uneven(tensor, seed)) for seed in (1, 2, 3)]
@@ -270,7 +266,6 @@ def _check_value(estimator: Estimator, inputs: Inputs, place: int, index: tuple[
 
 
 def _with(x: Tensor, place: int, value: float) -> Tensor:
-    """x with another value at one place."""
     changed = x.detach().clone(memory_format=torch.contiguous_format)
     changed.view(-1)[place] = value
     return changed

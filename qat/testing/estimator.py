@@ -122,7 +122,6 @@ def _differentiated(first: Gradients, by: tuple[Tensor, ...]) -> list[tuple[Tens
 
 
 def _fitted(gradient: Tensor | None, leaf: Tensor, slot: int) -> Tensor | None:
-    """A declared gradient in the shape of its input, summed over the axes that were broadcast."""
     if gradient is None:
         return None
     if gradient.shape == leaf.shape:

@@ -129,7 +129,6 @@ def ste_gradcheck(
 
 
 def _result(name: str, estimator: Estimator, cases: list[Inputs]) -> CheckResult:
-    """Run one check on every tuple of inputs, up to the first failure."""
     details: list[str] = []
     for number, case in enumerate(cases):
         where = f"inputs {number}: " if len(cases) > 1 else ""
@@ -146,7 +145,6 @@ def _result(name: str, estimator: Estimator, cases: list[Inputs]) -> CheckResult
 
 
 def _chosen(checks: Iterable[str] | None) -> list[str]:
-    """The names to run, in the order of `CHECKS`."""
     wanted = set(CHECKS) if checks is None else _known(checks, "checks")
     if not wanted:
         raise ValueError("ste_gradcheck: checks names no check; None runs all of them")
@@ -154,7 +152,6 @@ def _chosen(checks: Iterable[str] | None) -> list[str]:
 
 
 def _known(names: Iterable[str], argument: str) -> set[str]:
-    """The names as a set, if each is the name of a check."""
     if isinstance(names, str):
         raise TypeError(f"ste_gradcheck: {argument} must be a list of names, got the string {names!r}")
     found = set(names)
@@ -164,7 +161,6 @@ def _known(names: Iterable[str], argument: str) -> set[str]:
 
 
 def _cases(inputs: Any) -> list[Inputs]:
-    """The inputs as a list of tuples of float64 tensors."""
     cases = [inputs] if isinstance(inputs, tuple) else inputs
     if not isinstance(cases, list) or not cases or not all(isinstance(case, tuple) and case for case in cases):
         given = type(inputs).__name__
@@ -179,7 +175,7 @@ def _cases(inputs: Any) -> list[Inputs]:
 
 
 def _require_sound(estimator: Estimator, case: Inputs) -> None:
-    """Refuse what cannot be checked at all; errors that the function itself raises pass unchanged."""
+    # refuses what cannot be checked at all; errors that the function itself raises pass unchanged
     if (estimator.surrogate is None) == (estimator.gradient is None):
         given = "neither surrogate nor gradient is" if estimator.gradient is None else "surrogate and gradient are both"
         raise ValueError(f"ste_gradcheck: {given} given: declare the gradient in one of them")
@@ -209,18 +205,8 @@ def grid_points(scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
 
     x = scale * (q - zero_point) for q on both bounds, a quarter, a half and more inside and outside of them, far
     outside, at zero, and on ties of both parities (0.5 rounds down to the even 0, 1.5 up to the even 2). If float64
-    has a suitable value, x / scale is exactly q - zero_point, so a tie is a tie for every scale.
-
-    Args:
-        scale: step of the grid, > 0, in the unit of x.
-        zero_point: the integer that represents 0.0.
-        qmin, qmax: lowest and highest integer.
-
-    Returns:
-        Float64, one axis, ascending, without duplicates.
-
-    Raises:
-        ValueError: if scale is not positive and finite, or qmin >= qmax.
+    has a suitable value, x / scale is exactly q - zero_point, so a tie is a tie for every scale. The values are
+    float64, ascending, without duplicates. A scale that is not positive and finite, or qmin >= qmax, is a ValueError.
 
     >>> grid_points(0.5, 0, 0, 1).tolist()[6:15]
     [-0.25, -0.125, 0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.65]

@@ -1,6 +1,6 @@
 """What `ste_gradcheck` hands back: a result for each check, all failures in one error; and how tensors are compared."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -46,11 +46,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class GradcheckReport:
-    """The results of all checks; `str()` is a table.
-
-    Attributes:
-        name: the name of the function.
-        results: in the order in which the checks ran.
+    """The results of all checks, in their order, of the function of this name; `str()` is a table.
 
     >>> print(GradcheckReport("round_ste", (CheckResult("gradient", True, "1 slot at 7 values of x"),)))
     round_ste: 1 check, 0 failed
@@ -71,14 +67,12 @@ class GradcheckReport:
         return tuple(result for result in self.results if not result.passed)
 
     def __getitem__(self, name: str) -> CheckResult:
-        """The result of the check with this name."""
         for result in self.results:
             if result.name == name:
                 return result
         raise KeyError(name)
 
     def __str__(self) -> str:
-        """A table: check, status, detail."""
         names = max((len(result.name) for result in self.results), default=0)
         states = max((len(result.status) for result in self.results), default=0)
         rows = [f"  {each.name:<{names}}  {each.status:<{states}}  {each.detail}" for each in self.results]
@@ -152,6 +146,11 @@ def short(dtype: torch.dtype) -> str:
 def number(value: Tensor) -> str:
     """The value with up to ten significant digits."""
     return f"{value.item():.10g}"
+
+
+def slots_in_words(slots: Sequence[int]) -> str:
+    """'slot 1', 'slots 0, 2'."""
+    return f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
 
 
 def largest(values: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Optional
 
 import pytest
@@ -19,36 +20,12 @@ LIMITS = PROFILE.weight_limits
 MODEL = qat.prepare(nn.Sequential(nn.Linear(4, 4)), qat.QuantRecipe({"bits": 4}), torch.randn(2, 4))
 
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (
-        lambda **given: replace(PROFILE, **given),
-        {"float_biases": 1},
-        "TargetProfile: float_biases must be true or fals",
-    ),
-    (
-        lambda **given: replace(PROFILE, **given),
-        {"weight": {"bits": 8}},
-        "TargetProfile: weight must be a QuantSpec, go",
-    ),
-    (
-        lambda **given: replace(PROFILE, **given),
-        {"shared_grids": {"cat"}},
-        "TargetProfile: shared_grids must be a froz",
-    ),
-    (
-        lambda **given: replace(PROFILE, **given),
-        {"fixed_grids": {"tanh": 3}},
-        "TargetProfile: fixed_grids must be a ma",
-    ),
-    (
-        lambda **given: replace(LIMITS, **given),
-        {"most_bits": "8"},
-        "GridLimits: most_bits must be a whole number, got '",
-    ),
-    (
-        lambda **given: replace(LIMITS, **given),
-        {"granularities": ("row",)},
-        "GridLimits: granularities must be a tuple",
-    ),
+    (partial(replace, PROFILE), {"float_biases": 1}, "TargetProfile: float_biases must be true or false"),
+    (partial(replace, PROFILE), {"weight": {"bits": 8}}, "TargetProfile: weight must be a QuantSpec, got"),
+    (partial(replace, PROFILE), {"shared_grids": {"cat"}}, "TargetProfile: shared_grids must be a frozenset"),
+    (partial(replace, PROFILE), {"fixed_grids": {"tanh": 3}}, "TargetProfile: fixed_grids must be a mapping"),
+    (partial(replace, LIMITS), {"most_bits": "8"}, "GridLimits: most_bits must be a whole number, got '8'"),
+    (partial(replace, LIMITS), {"granularities": ("row",)}, "GridLimits: granularities must be a tuple"),
     (AdaRound, {"iterations": "10"}, "AdaRound: iterations must be a whole number, got '10'"),
     (QDrop, {"drop": True}, "QDrop: drop must be a number, got True"),
     (CrossLayerEqualization, {"rounds": 2.5}, "CrossLayerEqualization: rounds must be a whole number, got 2.5"),
@@ -60,15 +37,11 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (qat.freeze_batch_norm, {"model": MODEL, "frozen": 0}, "freeze_batch_norm: frozen must be true or false, got 0"),
     (qat.disable_fake_quant, {"model": MODEL, "weights": "no"}, "disable_fake_quant: weights must be true or false"),
     (
-        qat.parameter_groups,
-        {"model": MODEL, "lr": 0.1, "weight_decay": 0.0, "weight_decay_by_bits": "no"},
+        partial(qat.parameter_groups, MODEL, 0.1),
+        {"weight_decay_by_bits": "no"},
         "parameter_groups: weight_decay_by_bits must be true or false",
     ),
-    (
-        qat.calibrate,
-        {"model": MODEL, "batches": [], "limit": "1"},
-        "calibrate: limit must be a whole number or None, g",
-    ),
+    (partial(qat.calibrate, MODEL, []), {"limit": "1"}, "calibrate: limit must be a whole number or None, got '1'"),
 ]
 
 

@@ -17,6 +17,7 @@ from qat.testing.estimator import Estimator
 from tests.references import broken_estimators as broken
 from tests.references.cases_primitives import positive_scale_gradient
 from tests.references.cases_uniform import lsq_surrogate
+from tests.references.prepared_case import refused
 
 X = grid_points(0.5, 0, -8, 7)
 
@@ -212,9 +213,8 @@ def test_a_check_runs_alone() -> None:
     for name in ("gradient", "slots", "second_order", "layouts"):
         assert CHECKS[name](right, (X, number(0.5)))
     wrong = Estimator(called(broken.StrictBounds), lsq_surrogate)
-    with pytest.raises(GradcheckError) as failure:
+    with refused("d y[7] / d slot 0 at [7], where x = -4: got 0, expected 1", GradcheckError):
         CHECKS["gradient"](wrong, (X, number(0.5)))
-    assert str(failure.value) == "d y[7] / d slot 0 at [7], where x = -4: got 0, expected 1"
 
 
 def test_what_the_function_raised_is_kept() -> None:
@@ -293,9 +293,8 @@ def test_an_error_of_the_function_itself_comes_out_as_it_is() -> None:
     def refuses(x: Tensor) -> Tensor:
         raise OverflowError("my own")
 
-    with pytest.raises(OverflowError) as own:
+    with refused("my own", OverflowError):
         ste_gradcheck(refuses, lambda x: x, (X,))
-    assert str(own.value) == "my own"
 
 
 def test_importing_it_loads_no_compiler() -> None:

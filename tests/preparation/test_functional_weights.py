@@ -109,17 +109,12 @@ def test_a_weight_is_quantized_where_it_is_read(case: str) -> None:
     assert_takes_float_state(model, net.state_dict())
 
 
-class Mixed(nn.Module):
+def mixed(self: Any, x: Tensor) -> Tensor:
     """A convolution with its own kernel, a linear function on a slice, and one on a layer's weight."""
+    return whole(self, F.relu(F.linear(F.conv2d(x, self.kernel).flatten(1), self.w[:8])))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel, self.w = (nn.Parameter(draw(*shape) / 10) for shape in ((2, 3, 7, 7), (16, 8)))
-        self.l = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.linear(F.conv2d(x, self.kernel).flatten(1), self.w[:8])
-        return F.linear(F.relu(x), self.l.weight, self.l.bias)
+MIXED = Plain(mixed, kernel=parameter(2, 3, 7, 7), w=parameter(16, 8), l=nn.Linear(8, 8)).eval()
 
 
 @pytest.mark.parametrize(
@@ -132,18 +127,17 @@ class Mixed(nn.Module):
     ],
 )
 def test_patterns_skip_reads_by_name_and_kind(pattern: str, quantized: set[str], left: set[str]) -> None:
-    net, recipe = Mixed().eval(), qat.QuantRecipe(overrides={pattern: {"skip": True}})
-    model = qat.prepare(net, recipe, example_inputs=IMAGE)
+    model = qat.prepare(MIXED, qat.QuantRecipe(overrides={pattern: {"skip": True}}), example_inputs=IMAGE)
     reasons = noted(model, LEFT_IN_FLOAT)
     assert set(quantized_layers(model)) == quantized and set(reasons) == left
     skipped = {name for name, reason in reasons.items() if reason == f"skipped by the recipe's pattern {pattern!r}"}
     assert skipped == {"conv2d", "linear", "l"} - quantized
-    assert_computes_as(net, model, IMAGE)
+    assert_computes_as(MIXED, model, IMAGE)
 
 
 def test_patterns_choose_the_grids_of_reads() -> None:
     overrides = {"lin*": {"weight": {"bits": 4}, "activation": {"bits": 6}}, "type:Conv2d": {"weight": {"bits": 5}}}
-    model = qat.prepare(Mixed(), qat.QuantRecipe(overrides=overrides), example_inputs=IMAGE)
+    model = qat.prepare(MIXED, qat.QuantRecipe(overrides=overrides), example_inputs=IMAGE)
     assert {name: model.get_submodule(name).weight_quantizer.spec.bits for name in quantized_layers(model)} == {
         "conv2d": 5, "linear": 4, "l": 8,
     }  # fmt: skip

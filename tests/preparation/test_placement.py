@@ -149,17 +149,13 @@ def test_a_reader_of_fewer_bits_has_a_grid_behind_the_shared_one() -> None:
 
 def test_residual_bits_are_those_of_what_sums_and_averages_read() -> None:
     # Float operations read it too: here a SiLU, and the sum whose result nothing reads as integers.
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.mid, self.end = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+    def gated(self: Any, x: Tensor) -> Tensor:
+        y = F.silu(self.stem(x))
+        z = F.relu(self.mid(y) + y)
+        return self.end(z) + z
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = nn.functional.silu(self.stem(x))
-            z = nn.functional.relu(self.mid(y) + y)
-            return self.end(z) + z
-
-    model = qat.prepare(Gated(), qat.QuantRecipe({"bits": 2}, {"bits": 2}), torch.randn(2, 3, 8, 8))
+    net = Plain(gated, stem=nn.Conv2d(3, 4, 3), mid=nn.Conv2d(4, 4, 1), end=nn.Conv2d(4, 4, 1))
+    model = qat.prepare(net, qat.QuantRecipe({"bits": 2}, {"bits": 2}), torch.randn(2, 3, 8, 8))
     bits = {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
     assert bits == {
         "input_quantizer": 2,
@@ -186,18 +182,14 @@ def test_shape_arithmetic_is_not_quantized() -> None:
 
 
 def test_activations_in_place_whose_results_are_returned_in_a_dictionary_read_the_grids_before_them() -> None:
-    class Features(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Conv2d(width, 4, 1) for width in (3, 4, 4))
-            self.act = nn.Hardswish(inplace=True)
+    def features(self: Any, x: Tensor) -> OrderedDict[str, Tensor]:
+        first = self.act(self.a(x))
+        second = self.act(self.b(first))
+        return OrderedDict(first=first, second=second, third=self.c(second))
 
-        def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
-            first = self.act(self.a(x))
-            second = self.act(self.b(first))
-            return OrderedDict(first=first, second=second, third=self.c(second))
-
-    model = qat.prepare(Features(), example_inputs=torch.randn(2, 3, 4, 4))
+    parts = {name: nn.Conv2d(width, 4, 1) for name, width in (("a", 3), ("b", 4), ("c", 4))}
+    net = Plain(features, **parts, act=nn.Hardswish(inplace=True))
+    model = qat.prepare(net, example_inputs=torch.randn(2, 3, 4, 4))
     calls = [node for node in model.graph.nodes if "quantizer" in str(node.target)]
     assert {"a_quantizer", "b_quantizer"} <= {str(node.target) for node in calls}
     assert all(node.users for node in calls)

@@ -14,7 +14,7 @@ from qat.graph.nodes import tensor_nodes
 from qat.graph.sizes import EXPECTATIONS
 from qat.quantizer import Quantizer
 from qat.targets import PROFILES
-from tests.references.prepared_case import assert_close_to_float, assert_computes_as, draw, input_grid
+from tests.references.prepared_case import Plain, assert_close_to_float, assert_computes_as, draw, input_grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.UnwritableWarning")
 """Grids are looked at, and no file is written."""
@@ -57,20 +57,11 @@ PRODUCTS_AND_SUMS = {"add", "mul", "cat", "stack", "matmul", "avg_pool"}
 X = draw(3, 4, 8, 8)
 
 
-class Operation(nn.Module):
+def prepared(operate: Callable[[Tensor, Tensor], Tensor], target: Any) -> fx.GraphModule:
     """Two linear layers, an operation on their results, and a linear layer that reads it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.a, self.c, self.b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.name = name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(OPERATIONS[self.name][0](self.a(x), self.c(x)))
-
-
-def prepared(name: str, target: Any) -> fx.GraphModule:
-    return qat.prepare(Operation(name).eval(), qat.QuantRecipe(target=target), X)
+    parts = {"a": nn.Linear(8, 8), "c": nn.Linear(8, 8), "b": nn.Linear(8, 3)}
+    net = Plain(lambda self, x: self.b(operate(self.a(x), self.c(x))), **parts)
+    return qat.prepare(net.eval(), qat.QuantRecipe(target=target), X)
 
 
 def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
@@ -84,7 +75,7 @@ def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_gets_grids_as_its_target_computes_it(operation: str, target: Any) -> None:
     profile, both = PROFILES[target], OPERATIONS[operation][1]
-    model = prepared(operation, target)
+    model = prepared(OPERATIONS[operation][0], target)
     operands = [quantizer_behind(model, name) for name in ("a", "c")[: 1 + both]]
     result = input_grid(model, "b")
     if operation in profile.float_operations - profile.split_operations:
@@ -176,15 +167,8 @@ def test_the_net_computes_as_the_float_one_and_every_grid_learns(target: Any) ->
 def test_a_fixed_grid_survives_data_and_switches(operation: str, target_grid: tuple[float, int]) -> None:
     function = {"softmax": lambda x: x.softmax(1)}.get(operation, getattr(F, operation, None))
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(function(self.first(x)))
-
-    model = qat.prepare(Net(), qat.QuantRecipe(target="litert"), torch.randn(2, 4))
+    net = Plain(lambda self, x: self.last(function(self.first(x))), first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    model = qat.prepare(net, qat.QuantRecipe(target="litert"), torch.randn(2, 4))
     qat.calibrate(model, [torch.randn(8, 4)])
     qat.freeze_scales(model, False)
     (fixed,) = [each for each in model.modules() if isinstance(each, Quantizer) and each.is_fixed]
@@ -206,23 +190,20 @@ def test_integer_only_computes_with_integers_and_nothing_else() -> None:
     assert is_quantizer(model, output.args[0]) and seen > 20
 
 
-class Dense(nn.Module):
+def dense(self: Any, x: Tensor) -> Tensor:
     """Every layer reads all results before it, as in DenseNet."""
+    for layer in self.layers:
+        x = torch.cat([x, F.relu(layer(x))], 1)
+    return self.fc(x.mean((2, 3)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3 * (number + 1), 3, 3, padding=1) for number in range(3))
-        self.fc = nn.Linear(12, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.cat([x, F.relu(layer(x))], 1)
-        return self.fc(x.mean((2, 3)))
+DENSE_LAYERS = nn.ModuleList(nn.Conv2d(3 * (number + 1), 3, 3, padding=1) for number in range(3))
+DENSE = Plain(dense, layers=DENSE_LAYERS, fc=nn.Linear(12, 4)).eval()
 
 
 @EACH
 def test_concatenations_in_a_row_are_on_one_grid_from_the_input_on(target: Any) -> None:
-    net, x = Dense().eval(), draw(4, 3, 6, 6)
+    net, x = DENSE, draw(4, 3, 6, 6)
     model = qat.prepare(net, qat.QuantRecipe(target=target), x)
     grids = {id(input_grid(model, f"layers.{number}")) for number in range(3)}
     assert len(grids) == (1 if "cat" in PROFILES[target].shared_grids else 3)
@@ -239,8 +220,7 @@ def test_the_widest_reader_decides_about_a_shared_grid_and_the_others_read_one_b
         target="tensorrt",
         residual_bits=4,
     )
-    net, x = Dense().eval(), draw(4, 3, 6, 6)
-    model = qat.prepare(net, recipe, x)
+    model = qat.prepare(DENSE, recipe, draw(4, 3, 6, 6))
     assert [input_grid(model, f"layers.{number}").spec.bits for number in range(3)] == [4, 6, 4]
     assert model.input_quantizer.spec.bits == 6
     assert "shared with" not in qat.summary(model)

@@ -124,25 +124,19 @@ def test_answers_that_activations_wrote_share_no_memory() -> None:
     assert len(calls) == 4 and all(node.users for node in calls)
 
 
-class Shared(nn.Module):
-    """A layer that is called twice, with a norm each, and one of another library that has no twin."""
+def test_the_summary_names_each_norm_and_layers_without_a_twin() -> None:
+    """Point 26: it named one norm of several, "floordiv reads it", and 0 layers in float."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.offset = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 18, 3, padding=1)
-        self.deform = DeformConv2d(4, 4, 3, padding=1)
-        self.head, self.n1, self.n2 = nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.BatchNorm2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         y = self.a(x)
         found: Tensor = self.n1(self.head(y)) + self.n2(self.head(self.deform(y, self.offset(y))))
         return found
 
-
-def test_the_summary_names_each_norm_and_layers_without_a_twin() -> None:
-    """Point 26: it named one norm of several, "floordiv reads it", and 0 layers in float."""
-    x = torch.randn(2, 3, 8, 8)
-    table = qat.summary(qat.prepare(Shared(), example_inputs=x))
+    net = Plain(
+        forward, a=nn.Conv2d(3, 4, 3), offset=nn.Conv2d(4, 18, 3, padding=1), head=nn.Conv2d(4, 2, 1),
+        deform=DeformConv2d(4, 4, 3, padding=1), n1=nn.BatchNorm2d(2), n2=nn.BatchNorm2d(2),
+    )  # fmt: skip
+    table = qat.summary(qat.prepare(net, example_inputs=torch.randn(2, 3, 8, 8)))
     assert "input: a_quantizer, folds n1; input: deform.deform_conv2d_quantizer, folds n2" in table
     assert "stays float: deform_conv2d reads its weight as a plain tensor" in table
     assert "1 layer in float" in table and "floordiv" not in table

@@ -163,19 +163,11 @@ def test_prepare_twice_is_refused(case: str) -> None:
         qat.prepare(model, example_inputs=x)
 
 
-class Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.body = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.first(x))
-
-
 @pytest.mark.parametrize("watched", ["result", "input"])
 @pytest.mark.parametrize("name", ["first", "body", "body.1", ""])
 def test_hooks_act_in_the_prepared_model_too(name: str, watched: str) -> None:
-    net = Calls().eval()
+    parts = {"first": nn.Linear(8, 8), "body": nn.Sequential(nn.Linear(8, 8), nn.ReLU())}
+    net = Plain(lambda self, x: self.body(self.first(x)), **parts).eval()
     module = net.get_submodule(name)
     if watched == "result":
         module.register_forward_hook(lambda module, inputs, output: 3 * output)

@@ -11,6 +11,7 @@ from torch import nn
 import qat
 from qat.training.loop.aids import Aids
 from tests.references import rule_specs as specs
+from tests.references.prepared_case import refused
 from tests.references.rule_specs import fitted, tensor_of
 from tests.runs.rule_training import same_state, state_of
 
@@ -37,9 +38,8 @@ def test_annealed_rules_follow_the_progress():
 
 @pytest.mark.parametrize("progress", [-0.1, 1.01, float("nan")])
 def test_progress_outside_is_refused(progress):
-    with pytest.raises(ValueError) as refusal:
+    with refused(f"set_progress: progress must be from 0 to 1, got {progress!r}"):
         qat.set_progress(fitted(*specs.QUANTIZERS["weight stacked_sigmoid"]), progress)
-    assert str(refusal.value) == f"set_progress: progress must be from 0 to 1, got {progress!r}"
 
 
 def test_the_soft_staircase_hardens_and_the_decayed_sign_sharpens():

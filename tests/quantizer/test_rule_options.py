@@ -13,6 +13,7 @@ from qat.quantizer import create_quantizer
 from qat.quantizer.registry import quantizer_class
 from qat.spec import QuantSpec, Role
 from tests.references import rule_specs as specs
+from tests.references.prepared_case import refused
 from tests.references.rule_specs import AFFINE_WEIGHT, EWGS, GROUPS, SIGNED, TENSOR, activation, weight
 
 NAN, INF = math.nan, math.inf
@@ -168,20 +169,16 @@ def test_a_grid_that_a_rule_cannot_have_is_refused(role, spec, fact):
 
 @pytest.mark.parametrize("change", [{"granularity": "channel"}, GROUPS])
 def test_a_layer_refuses_scales_that_its_input_cannot_have(change):
-    with pytest.raises(ValueError) as refusal:
+    with refused(f"activation_spec: granularity {change['granularity']!r} is for weights; use granularity='tensor'"):
         qat.QuantLinear(8, 3, activation_spec=activation("lsq", 8, change))
-    assert str(refusal.value) == (
-        f"activation_spec: granularity {change['granularity']!r} is for weights; use granularity='tensor'"
-    )
 
 
 def test_negative_values_on_a_grid_without_them_are_refused_by_name():
     x = torch.tensor([[-1.25, 2.0]])
     for spec in (activation("lsq", 8, specs.FROM_ZERO), activation("learned_bits", 8, specs.FROM_ZERO)):
         model = nn.Sequential(create_quantizer(spec))
-        with pytest.raises(ValueError) as refusal:
-            qat.calibrate(model, [x])
-        assert str(refusal.value) == (
+        with refused(
             "calibrate: quantizer '0': values down to -1.25, which its grid (uint8 symmetric per tensor) cannot hold;"
             " use signed=True or symmetric=False"
-        )
+        ):
+            qat.calibrate(model, [x])

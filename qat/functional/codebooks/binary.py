@@ -1,41 +1,24 @@
 """Binary weights: one scale a channel and a sign (XNOR-Net, Bi-Real, IR-Net)."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
-from qat.functional.sign import approximate_gradient, clipped_gradient, error_decay_gradient
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, tensor_beside
+from qat.functional.sign import SignGradientFunction
+from qat.functional.tensors import apply, as_dtype, check_known, require_floating, tensor_beside
 
 BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
 
 
-class BinaryFunction(STEFunction):
+class BinaryFunction(SignGradientFunction):
     """The sign of every weight times a scale that does not show in the gradient, which is as in `binary_quantize`."""
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, gradient: BinaryGradient, progress: Tensor | None) -> Tensor:
-        """Zero gets +1: there are two levels only. A NaN is in its channel's mean too, so it stays one."""
+        # a NaN is in its channel's mean too, so it stays one
         return as_dtype(torch.where(weight >= 0, scale, -scale), weight.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, BinaryGradient, Tensor | None], output: Tensor) -> None:
-        weight, _, ctx.gradient, progress = inputs
-        if ctx.gradient != "straight_through":
-            ctx.save_for_backward(weight, progress)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        """The gradients of sign.py's Functions, by name."""
-        if not ctx.needs_input_grad[0] or ctx.gradient == "straight_through":
-            return (grad if ctx.needs_input_grad[0] else None), None, None, None
-        weight, progress = ctx.saved_tensors
-        if ctx.gradient == "error_decay":
-            return error_decay_gradient(grad, weight, progress), None, None, None
-        slope = clipped_gradient if ctx.gradient == "clipped" else approximate_gradient
-        return slope(grad, weight), None, None, None
 
 
 def binary_quantize(
@@ -49,18 +32,14 @@ def binary_quantize(
     y = sign(weight) * mean|weight| over the channel, with sign(0) = +1, so that a channel of zeros stays one. The mean
     is a constant, and by `gradient`
 
-        "clipped":           dy/dweight = 1                           where |weight| <= 1, else 0
-        "approximate":       dy/dweight = 2 - 2 |weight|              where |weight| <= 1, else 0
-        "error_decay":       dy/dweight = k t (1 - tanh(t weight)^2)  with t = 0.1 * 10^(2 progress), k = max(1/t, 1)
+        "clipped":           dy/dweight = 1               where |weight| <= 1, else 0 (XNOR-Net)
+        "approximate":       dy/dweight = 2 - 2 |weight|  where |weight| <= 1, else 0 (Bi-Real)
+        "error_decay":       dy/dweight = k t (1 - tanh(t weight)^2), t = 0.1 * 10^(2 progress), k = max(1/t, 1):
+                             from nearly the identity's to nearly the sign's as training proceeds (IR-Net)
         "straight_through":  dy/dweight = 1
 
     Args:
-        gradient: "clipped", as XNOR-Net is trained; "approximate" (Bi-Real); "error_decay" (IR-Net), which goes from
-            nearly the identity to nearly the sign as training proceeds; "straight_through".
-        progress: for "error_decay" only: how much of the training is done, 0..1; a tensor () or a number.
-
-    Raises:
-        ValueError: if progress is missing, out of range or of no use.
+        progress: for "error_decay", and for it alone: how much of the training is done, 0..1; a tensor () or a number.
 
     Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279; Liu et al., "Bi-Real Net", arXiv:1808.00278; Qin et al.,
     "IR-Net", arXiv:1909.10788. Deviations: as the published code does, the mean is a constant and no factor of the
@@ -87,10 +66,7 @@ def binary_quantize(
 
 
 def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
-    """The level of every channel: mean|weight|, and the smallest normal number where the whole channel is zero.
-
-    It is > 0, with 1 in the place of every axis that is not a channel axis, in float32, or float64 as the weight.
-    """
+    """The level of every channel, mean|weight|, kept > 0; of length 1 along other axes, in float32 at least."""
     require_floating(weight, "binary_scale")
     mean = mean_magnitude(weight, axes_within_channel(weight, channel_axis, "binary_scale"))
     return torch.where(mean == 0, torch.finfo(mean.dtype).tiny, mean)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, sum_to_shape, widened
 
 
 class FloatFormat(NamedTuple):
@@ -57,17 +57,16 @@ class FloatFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, format: str) -> Tensor:
-        """The format by its name: a tuple would be taken apart by `torch.func`."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        step = scale.to(wide)
-        return as_dtype(cast(x.to(wide) / step, format).mul(step), x.dtype)
+        # the format by its name: a tuple would be taken apart by `torch.func`
+        value, step = widened(x, scale)
+        return as_dtype(cast(value / step, format).mul(step), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, scale = (saved.detach() for saved in ctx.saved_tensors)
         (format,) = ctx.options
-        wide = torch.promote_types(x.dtype, torch.float32)
-        v = x.to(wide) / scale.to(wide)
+        value, step = widened(x, scale)
+        v = value / step
         largest = ELEMENT_FORMATS[format].largest
         bounded = torch.clamp(v, -largest, largest)
         inside = bounded == v
@@ -76,16 +75,12 @@ class FloatFunction(STEFunction):
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
             slope = torch.where(inside, cast(v, format) - v, bounded)
-            grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).to(scale.dtype)
+            grad_scale = sum_to_shape(grad.to(v.dtype) * slope, scale.shape).to(scale.dtype)
         return grad_x, grad_scale, None
 
 
 def cast(v: Tensor, format: str) -> Tensor:
-    """v as the nearest number of this format, ties to the even mantissa; beyond the largest number it saturates.
-
-    Args:
-        v: float32 or float64.
-        format: a name of ELEMENT_FORMATS.
+    """The nearest numbers of one of ELEMENT_FORMATS, ties to the even mantissa, saturated; v in float32 or float64.
 
     >>> cast(torch.tensor([0.2, 0.25, 2.5, -9.0]), "e2m1").tolist()
     [0.0, 0.0, 2.0, -6.0]
@@ -98,10 +93,8 @@ def cast(v: Tensor, format: str) -> Tensor:
 
 
 def leading_power(magnitude: Tensor, lowest: int, highest: int) -> Tensor:
-    """The largest of 2^lowest .. 2^highest that is not above magnitude; 2^lowest for what is smaller, any for NaN.
-
-    Integers are shifted to make it: log2, exp2 and pow are an ulp off on some devices, which is a whole binade here.
-    """
+    """The largest of 2^lowest .. 2^highest that is not above magnitude; 2^lowest for what is smaller, any for NaN."""
+    # Integers are shifted: log2, exp2 and pow are an ulp off on some devices, which is a whole binade here.
     bounded = magnitude.clamp(2.0**lowest, 2.0**highest)
     above = torch.frexp(bounded)[1] - (1 + lowest)
     factors = max(math.ceil((highest - lowest) / SHIFTS), 1)
@@ -117,11 +110,8 @@ def leading_power(magnitude: Tensor, lowest: int, highest: int) -> Tensor:
 def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     """Put x on the numbers of a low-precision float, times a scale, with gradients for both.
 
-    y = scale * cast(x / scale), where cast rounds to the nearest number of the format, ties to even, subnormal
-    numbers included, and saturates; the gradients are those of `FloatFunction`.
-
-    Args:
-        format: a name of FLOAT_FORMATS: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
+    y and the gradients are those of `FloatFunction`, subnormal numbers included; format is a name of FLOAT_FORMATS:
+    "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; OCP Microscaling, arXiv:2310.10537.
     Deviation: e5m2 saturates too instead of giving infinity, as training wants it. The scale's gradient is LSQ's.
@@ -149,12 +139,8 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
         block_size: elements that share a scale; the standard's is 32. An axis that is shorter is one block.
         axis: along which the blocks lie: the one that a matrix product sums over.
 
-    Returns:
-        A block of zeros gives zeros, a block with a NaN NaNs; an infinite element
-        counts as the largest number of the dtype.
-
-    Raises:
-        ValueError: if block_size does not divide the length of the axis.
+    A block of zeros gives zeros, a block with a NaN NaNs; an infinite element counts as its dtype's largest number. A
+    block_size that does not divide the length of the axis is a ValueError.
 
     Source: Rouhani et al., "Microscaling Data Formats for Deep Learning", arXiv:2310.10537; OCP MX v1.0.
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape, widened
 
 FEW = 63
 """Up to so many thresholds, those of 6 bits, comparing with each of them is faster than looking some up."""
@@ -27,18 +27,15 @@ class N2UQFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: int) -> Tensor:
-        """Count the thresholds below x."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        level = _level(x.to(wide), _knots(start.to(wide), widths.to(wide)), widths.to(wide))
-        return as_dtype((qmin + level) * step.to(wide), x.dtype)
+        values, first, width, height = widened(x, start, widths, step)
+        return as_dtype((qmin + _level(values, _knots(first, width), width)) * height, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
         x, start, widths, step = ctx.saved_tensors
         (qmin,) = ctx.options
-        wide = torch.promote_types(x.dtype, torch.float32)
-        values, width, height, grad = x.to(wide), widths.to(wide), step.to(wide), grad.to(wide)
-        knots = _knots(start.to(wide), width)
+        values, first, width, height, grad = widened(x, start, widths, step, grad)
+        knots = _knots(first, width)
         inside = (values >= knots[0]) & (values <= knots[-1])
         segment = _count_below(knots[1:-1], values)
         slope = 1 / width[segment]
@@ -60,21 +57,16 @@ class N2UQFunction(STEFunction):
 
 
 def _knots(start: Tensor, widths: Tensor) -> Tensor:
-    """The n + 1 ends of the segments, in ascending order."""
     return start + torch.nn.functional.pad(widths.cumsum(0), (1, 0))
 
 
 def _level(x: Tensor, knots: Tensor, widths: Tensor) -> Tensor:
-    """How many thresholds, the middles of the segments, lie below x; NaN for NaN, also in start or widths."""
     level = _count_below(knots[:-1] + widths / 2, x).to(x.dtype)
-    return torch.where(x.isnan() | knots[-1].isnan(), torch.nan, level)
+    return torch.where(x.isnan() | knots[-1].isnan(), torch.nan, level)  # the last knot sums start and all widths
 
 
 def _count_below(points: Tensor, x: Tensor) -> Tensor:
-    """How many of the ascending points lie below x: compared with each if they are few, else by bisection.
-
-    Not `torch.searchsorted`: it warns of tensors that are not contiguous, which vmap makes, and counts all for NaN.
-    """
+    # Not `torch.searchsorted`: it warns of tensors that are not contiguous, which vmap makes, and counts all for NaN.
     number = points.shape[0]
     if number <= FEW:
         few = torch.zeros_like(x, dtype=torch.uint8)
@@ -90,7 +82,6 @@ def _count_below(points: Tensor, x: Tensor) -> Tensor:
 
 
 def _sum_by_segment(flow: Tensor, segment: Tensor, widths: Tensor) -> Tensor:
-    """The sum of flow over the elements of every segment, shape (n,)."""
     return torch.zeros_like(widths).scatter_add(0, segment.flatten(), flow.flatten())
 
 
@@ -102,13 +93,11 @@ def n2uq_quantize(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: 
     a uniform quantizer that rounds ties down.
 
     Args:
-        start: where the first segment begins, in the unit of x; one element.
-        widths: lengths of the n segments, > 0, in the unit of x; shape (n,). A grid of b bits has n = 2^b - 1.
+        start: where the first segment begins, in the unit of x; one element, else a ValueError.
+        widths: lengths of the n segments, > 0, in the unit of x; shape (n,), else a ValueError. A grid of b bits has
+            n = 2^b - 1.
         step: distance of the output levels; shape () or broadcastable to x.
         qmin: integer of the lowest level; 0 for activations after a ReLU.
-
-    Raises:
-        ValueError: if start has not one element, or widths is not a vector.
 
     Source: Liu et al., "Nonuniform-to-Uniform Quantization", arXiv:2111.14826. Deviation: the input scale is not a
     parameter of its own but part of the widths; on a knot the segment on the left gives the gradient.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude, over
 from qat.functional.rounding import PassingFunction
-from qat.functional.tensors import STEFunction, apply, as_dtype, broadcasts, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, broadcasts, require_floating, sum_to_shape, widened
 
 
 class TernaryFunction(PassingFunction):
@@ -15,8 +15,8 @@ class TernaryFunction(PassingFunction):
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, threshold: Tensor) -> Tensor:
-        """Ask for `<=`: it is false for a NaN, which so meets its channel's scale, a NaN as well."""
         values = weight.to(scale.dtype)
+        # `<=` is false for a NaN, which so meets its channel's scale, a NaN as well
         return as_dtype(torch.where(values.abs() <= threshold, 0, torch.sign(values) * scale), weight.dtype)
 
 
@@ -31,18 +31,16 @@ class TTQFunction(STEFunction):
 
     @staticmethod
     def forward(weight: Tensor, positive: Tensor, negative: Tensor, threshold: Tensor) -> Tensor:
-        """A weight that compares as nothing, because it or the threshold is NaN, gives NaN."""
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        values, up, down = weight.to(wide), positive.to(wide), -negative.to(wide)
+        values, up, down = widened(weight, positive, negative)
+        # where the weight or the threshold is NaN, no comparison is true, and their sum is NaN
         rest = torch.where(values.abs() <= threshold, 0, values + threshold)
-        y = torch.where(values > threshold, up, torch.where(values < -threshold, down, rest))
+        y = torch.where(values > threshold, up, torch.where(values < -threshold, -down, rest))
         return as_dtype(y, weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, positive, negative, threshold = ctx.saved_tensors
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        values, up, down, grad = weight.to(wide), positive.to(wide), negative.to(wide), grad.to(wide)
+        values, up, down, grad = widened(weight, positive, negative, grad)
         above, below = values > threshold, values < -threshold
         grad_weight = grad_positive = grad_negative = None
         if ctx.needs_input_grad[0]:
@@ -71,20 +69,18 @@ def ternary_quantize(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
 
 
 def ternary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> tuple[Tensor, Tensor]:
-    """(scale, threshold) of every channel, in float32, or float64 as the weight, and 1 in place of the other axes.
+    """(scale, threshold) of every channel, of length 1 along other axes, in float32 at least.
 
-    threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold, or the smallest
-    normal number where the whole channel is zero.
+    threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold, kept > 0.
     """
     require_floating(weight, "ternary_scale")
     return _scale_and_threshold(weight, axes_within_channel(weight, channel_axis, "ternary_scale"))
 
 
 def _scale_and_threshold(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """TWN's two numbers over these axes; a finite threshold, so that an infinite weight is above it."""
     mean = mean_magnitude(weight, axes)
     limits = torch.finfo(mean.dtype)
-    threshold = (0.7 * mean).clamp(max=limits.max)
+    threshold = (0.7 * mean).clamp(max=limits.max)  # finite, so that an infinite weight is above it
     magnitude = weight.to(mean.dtype).abs()
     kept = torch.logical_not(magnitude <= threshold)  # so that a NaN, for which each comparison is false, is kept
     total = over(torch.sum, torch.where(kept, magnitude, 0), axes)
@@ -125,10 +121,10 @@ def ttq_quantize(weight: Tensor, positive: Tensor, negative: Tensor, threshold: 
 
 
 def _largest(weight: Tensor, shape: torch.Size) -> Tensor:
-    """max|weight| over the axes along which this shape is broadcast; finite, so that an infinite weight is above."""
+    # over the axes along which this shape is broadcast; finite, so that an infinite weight is above
     lengths = (1,) * (weight.ndim - len(shape)) + tuple(shape)
     axes = tuple(axis for axis, length in enumerate(lengths) if length == 1)
-    magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    magnitude = widened(weight)[0].abs()
     if weight.numel():  # the maximum of nothing is an error
         magnitude = over(torch.amax, magnitude, axes)
     return magnitude.clamp(max=torch.finfo(magnitude.dtype).max)

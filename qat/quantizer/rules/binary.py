@@ -201,5 +201,4 @@ def scale_or_one(scale: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _magnitude(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The largest magnitude for each scale, dims kept."""
     return x.detach().abs().amax(shared_axes(x, shape), keepdim=True)

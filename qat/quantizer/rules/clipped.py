@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qat.functional import clamp_ste, dorefa_quantize_weight, fake_quantize, pact_quantize, round_ste
 from qat.functional.codebooks.binary import binary_scale
+from qat.functional.tensors import widened
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer
@@ -57,8 +58,7 @@ class PACTQuantizer(Quantizer):
         zero_point = self.zero_point.float()
         above = self.spec.qmax - zero_point
         step = (alpha / above).detach()
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        clipped = clamp_ste(wide, -(alpha / above) * zero_point, alpha)
+        clipped = clamp_ste(widened(x)[0], -(alpha / above) * zero_point, alpha)
         return (round_ste(clipped / step) * step).to(x.dtype)
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -68,15 +68,13 @@ class PACTQuantizer(Quantizer):
             return alpha / self.spec.qmax, torch.zeros_like(alpha, requires_grad=False)
         return alpha / (self.spec.qmax - self.zero_point.float()), self.zero_point.float()
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """alpha = high, or what covers low .. high."""
-        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        scale, zero_point = scale_and_zero_point(low, high, self.spec)
         zero_point = zero_point.clamp(max=self.spec.qmax - 1)
         if self.zero_point is not None:
             self.zero_point.copy_(zero_point)
         self.set_positive("alpha", scale * (self.spec.qmax - zero_point))
-        self.mark_calibrated()
 
     def penalty(self) -> Tensor | None:
         """The paper's decay of alpha, without which it only grows."""
@@ -161,19 +159,16 @@ class DoReFaQuantizer(Quantizer):
 
     def reach(self, x: Tensor) -> Tensor:
         """The largest |tanh(x)| for each scale, dims kept, a constant; 1 where all are zero."""
-        size = torch.tanh(x.detach().to(torch.promote_types(x.dtype, torch.float32))).abs()
+        size = torch.tanh(widened(x.detach())[0]).abs()
         largest = size.amax(shared_axes(x, self.shape), keepdim=True)
         return torch.where(largest == 0, 1.0, largest)
 
     def forward_weight(self, x: Tensor) -> Tensor:
         """The weight on its levels, at float32 precision at least."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return dorefa_quantize_weight(wide, self.spec.bits, self.channel_axis)
+        return dorefa_quantize_weight(widened(x)[0], self.spec.bits, self.channel_axis)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Find the zero point."""
-        _, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        _, zero_point = scale_and_zero_point(low, high, self.spec)
         if self.zero_point is not None:
             self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))
-        self.mark_calibrated()

@@ -31,13 +31,10 @@ class FloatQuantizer(FixedBits):
         """`float_quantize`."""
         return float_quantize(x, self.learned("scale", x), self.format)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """The larger end becomes the format's largest number."""
-        low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high)
         self.set_positive("scale", torch.where(reach > 0, reach, 1.0) / FLOAT_FORMATS[self.format].largest)
-        self.mark_calibrated()
 
 
 @register_quantizer("fp8_e4m3")
@@ -97,11 +94,18 @@ class MXQuantizer(FixedBits):
 
 
 @dataclass(frozen=True)
-class MXFP8Options:
-    """Options of `mxfp8`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+class MXOptions:
+    """Options of the block-scaled rules: the numbers' format, and how many neighbours share a scale."""
+
+    format: str
+    block_size: int = 32
+
+
+@dataclass(frozen=True)
+class MXFP8Options(MXOptions):
+    """Options of `mxfp8`."""
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
-    block_size: int = 32
 
 
 @register_quantizer("mxfp8")
@@ -113,11 +117,10 @@ class MXFP8Quantizer(MXQuantizer):
 
 
 @dataclass(frozen=True)
-class MXFP6Options:
-    """Options of `mxfp6`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+class MXFP6Options(MXOptions):
+    """Options of `mxfp6`."""
 
     format: Literal["e2m3", "e3m2"] = "e2m3"
-    block_size: int = 32
 
 
 @register_quantizer("mxfp6")
@@ -129,11 +132,10 @@ class MXFP6Quantizer(MXQuantizer):
 
 
 @dataclass(frozen=True)
-class MXFP4Options:
-    """Options of `mxfp4`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+class MXFP4Options(MXOptions):
+    """Options of `mxfp4`."""
 
     format: Literal["e2m1"] = "e2m1"
-    block_size: int = 32
 
 
 @register_quantizer("mxfp4")
@@ -145,11 +147,10 @@ class MXFP4Quantizer(MXQuantizer):
 
 
 @dataclass(frozen=True)
-class MXINT8Options:
-    """Options of `mxint8`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+class MXINT8Options(MXOptions):
+    """Options of `mxint8`."""
 
     format: Literal["int8"] = "int8"
-    block_size: int = 32
 
 
 @register_quantizer("mxint8")

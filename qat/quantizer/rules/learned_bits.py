@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import bit_cost, clamp_ste, learned_bits_quantize, round_ste
-from qat.functional.tensors import overwrite
+from qat.functional.tensors import overwrite, widened
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.registry import register_quantizer
 
@@ -95,22 +95,18 @@ class LearnedBitsQuantizer(Quantizer):
     def compute_codes(self, x: Tensor) -> Tensor:
         """The integers of x."""
         high = self.highest()
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         low = -high if self.spec.signed else torch.zeros_like(high)
-        return torch.clamp(round_ste(wide / self.grid()[0]), low, high)
+        return torch.clamp(round_ste(widened(x)[0] / self.grid()[0]), low, high)
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Remember how many elements the tensor has."""
         super().fit(values, elements)
         self.elements.fill_(values.numel() if elements is None else elements)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Cover the larger end."""
-        low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high) if self.spec.signed else high
         self.set_positive("reach", torch.where(reach > 0, reach, 1.0))
-        self.mark_calibrated()
 
     @torch.no_grad()
     def repair(self) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qat.functional import apot_quantize, n2uq_quantize, normalize_weight, scale_gradient
 from qat.functional.codebooks.apot import MOST_MAGNITUDE_BITS, SMALLEST_DEVIATION
-from qat.functional.tensors import overwrite
+from qat.functional.tensors import overwrite, widened
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
@@ -56,7 +56,7 @@ class APoTQuantizer(Quantizer):
         alpha, spec = self.learned("alpha", x), self.spec
         if not (self.role == "weight" and self.options.normalize):
             return apot_quantize(x, alpha, spec.bits, spec.signed)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        (wide,) = widened(x)
         normal = apot_quantize(normalize_weight(wide, self.channel_axis), alpha, spec.bits, spec.signed)
         return (normal * self._deviation(wide.detach())).to(x.dtype)
 
@@ -67,13 +67,10 @@ class APoTQuantizer(Quantizer):
             values = normalize_weight(values.detach().float(), 0)
         super().fit(values, elements)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """alpha = the larger end."""
-        low, high = self.checked_range(low, high)
         reach = torch.maximum(-low, high)
         self.set_positive("alpha", torch.where(reach > 0, reach, 1.0))
-        self.mark_calibrated()
 
     def _deviation(self, x: Tensor) -> Tensor:
         rows = x.reshape(1, -1) if not self.shape else x.reshape(self.alpha.numel(), -1)
@@ -133,18 +130,16 @@ class N2UQQuantizer(Quantizer):
 
     def compute_codes(self, x: Tensor) -> Tensor:
         """The level that each value falls on."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        (wide,) = widened(x)
         one = torch.ones_like(self.step, requires_grad=False)
         return n2uq_quantize(wide, self.finite_start(), self.positive("widths"), one, self.bounds()[0])
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Even thresholds, at the middle between levels: rounding to start with."""
-        scale, _ = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        scale, _ = scale_and_zero_point(low, high, self.spec)
         self.start.copy_(scale * self.bounds()[0])
         self.set_positive("widths", scale.expand_as(self.widths))
         self.set_positive("step", scale)
-        self.mark_calibrated()
 
     def repair(self) -> None:
         """A start that became NaN or infinite goes back to the lowest level."""

@@ -87,13 +87,10 @@ class PowerOfTwoQuantizer(LSQQuantizer):
         """2^round(log2(scale)), its gradient straight through in the logarithm."""
         return power_of_two_scale(super().effective_scale())
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Cover low .. high: the next power of two that does."""
-        low, high = self.checked_range(low, high)
         scale, _ = scale_and_zero_point(low, high, self.spec)
         scale = power_of_two_scale(scale, "up")
         self.set_positive("scale", scale)
         if self.zero_point is not None:
             self.zero_point.copy_(torch.clamp(torch.round(self.spec.qmin - low / scale), *self.bounds()))
-        self.mark_calibrated()

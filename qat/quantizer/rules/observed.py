@@ -64,13 +64,10 @@ class ObservedQuantizer(Quantizer):
         """What covers low .. high; new tensors, because the buffers move on while a graph still needs these."""
         return scale_and_zero_point(self.low, self.high, self.spec)
 
-    @torch.no_grad()
-    def set_range(self, low: Tensor | float, high: Tensor | float) -> None:
+    def cover(self, low: Tensor, high: Tensor) -> None:
         """Start from this range."""
-        low, high = self.checked_range(low, high)
         self.low.copy_(low)
         self.high.copy_(high)
-        self.mark_calibrated()
 
 
 @register_quantizer("minmax")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import clamp_ste, dsq_round, round_ste, scale_gradient, soft_round
-from qat.functional.tensors import overwrite
+from qat.functional.tensors import overwrite, widened
 from qat.quantizer.base import Quantizer
 from qat.quantizer.registry import register_quantizer
 
@@ -19,7 +19,7 @@ class SoftQuantizer(Quantizer):
         scale, zero_point = self.grid()
         step = scale_gradient(scale, self.gradient_factor(x))
         low, high = self.bounds()
-        v = clamp_ste(x.to(torch.promote_types(x.dtype, torch.float32)) / step, low - zero_point, high - zero_point)
+        v = clamp_ste(widened(x)[0] / step, low - zero_point, high - zero_point)
         return (self.rounded(v) * step).to(x.dtype)
 
     def rounded(self, v: Tensor) -> Tensor:
