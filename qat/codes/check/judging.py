@@ -40,7 +40,6 @@ from qat.collectives import this_rank_alone
 from qat.graph.randomness import rewinding
 from qat.kernels import passes_values
 from qat.kernels.cpu.quantizers import NO_CLIP
-from qat.layers.base import exact_arithmetic
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import AnyBatchNorm, pytree
@@ -77,8 +76,8 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     distrusted: tuple[str, ...] = ()
     reason = ""
     try:
-        device = next(model.parameters()).device
-        with rewinding() as rewind, unseen_by_hooks(), this_rank_alone(), exact_arithmetic(device):
+        in_float32 = torch.autocast(next(model.parameters()).device.type, enabled=False)
+        with rewinding() as rewind, unseen_by_hooks(), this_rank_alone(), in_float32:
             base = copied(model)
             sample = _sampled(base, _bound(model, args, kwargs), rewind)
             if sample is None:

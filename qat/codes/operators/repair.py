@@ -38,7 +38,7 @@ def _put_back_unasked(scales: list[Tensor], smallest: list[Tensor]) -> None:
     """`Quantizer.repair` of all scales in a few launches, without waiting for the device."""
     values, least = (torch.cat([each.flatten() for each in group]) for group in (scales, smallest))
     values = torch.where(values.isfinite(), values, least / FLOOR_SHARE)
-    pieces = values.split([each.numel() for each in scales])
+    pieces = torch.split(values, [each.numel() for each in scales])
     torch._foreach_copy_(scales, [piece.view_as(each) for piece, each in zip(pieces, scales, strict=True)])
 
 

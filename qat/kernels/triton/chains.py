@@ -464,7 +464,7 @@ def works(x: Tensor, scale: Tensor) -> bool:
     grid = Grid(scale, scale / 32, None, (-8.0, 7.0, 0.0, 1.0, 0.0), (0.0, 6.0))
     y, shape, ones = x.view(3, 1), Shape.of(3, 1, 1), torch.ones_like(x[:1])
     known = settled_norm(y, shape, Norm(ones, ones * 0, ones * 0, ones, 0.0, None, False), grid)
-    found = [norm_quantize(y, shape, known, grid), sum_quantize(x, x, grid, x.dtype)]
+    found: list[Any] = [norm_quantize(y, shape, known, grid), sum_quantize(x, x, grid, x.dtype)]
     found += [norm_quantize_backward(y, y, shape, known, grid, False)[0], sum_quantize_backward(x, x, x, grid, True)[0]]
     wanted = [[0.5, 0, 0.5], [0.5, 0, 1], [0.26, 0, 0.5], [0.26, 0, 0.5]]
     return all(torch.allclose(each.flatten(), x.new_tensor(values)) for each, values in zip(found, wanted, strict=True))
