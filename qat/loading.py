@@ -113,7 +113,7 @@ def _warn_if_unfinished(folder: Path, file: Path, payload: dict[str, Any]) -> No
 def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Module | None) -> nn.Module:
     """The float model's layers; the weights are loaded later."""
     from qat.training.errors import UserError
-    from qat.training.model.building import build_model
+    from qat.training.model import build_model
 
     if given is not None:
         return copy.deepcopy(given)

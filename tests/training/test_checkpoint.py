@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from qat.training.config.schema import RunConfig
-from qat.training.model.weights import load_weights
+from qat.training.model import load_weights
 from qat.training.run.checkpoint import (
-    check_same_config,
     check_same_data,
     load_checkpoint,
     read_archive,
@@ -22,6 +21,7 @@ from qat.training.run.checkpoint import (
     save_checkpoint,
     save_float_weights,
 )
+from qat.training.run.folder import check_same_config
 from tests.runs.tiny_training import user_error
 
 

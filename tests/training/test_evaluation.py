@@ -12,10 +12,9 @@ from torch import nn
 
 from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop import norm_statistics
-from qat.training.loop.evaluation import Evaluation, evaluate
-from qat.training.loop.metrics import warnings_about
-from qat.training.loop.norm_statistics import EPOCH_OFFSET, settle_statistics
+from qat.training.loop import evaluation
+from qat.training.loop.advice import warnings_about
+from qat.training.loop.evaluation import EPOCH_OFFSET, Evaluation, evaluate, settle_statistics
 from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
 
@@ -151,7 +150,7 @@ def test_new_statistics_have_to_be_clearly_better(
 ) -> None:
     """By 0.01, and by a twentieth of the loss: both."""
     losses = iter((before, after))
-    monkeypatch.setattr(norm_statistics, "_loss", lambda run, batches: next(losses))
+    monkeypatch.setattr(evaluation, "_loss", lambda run, batches: next(losses))
     run = stage_run(tmp_path, lagging(), stage(), sample=TinyBatches())
     assert bool(settle_statistics(run, 1)) is kept
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qat.training.config.stages import ModelConfig
-from qat.training.model.building import build_model
+from qat.training.model import build_model
 from tests.runs.tiny_training import user_error
 
 OWN_NETS = """\
@@ -136,7 +136,7 @@ def described(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
 def test_without_weights_the_same_layers_are_built(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = ModelConfig(name=name, weights="IMAGENET1K_SWAG_E2E_V1" if name == "vit_b_16" else "DEFAULT")
     with monkeypatch.context() as patch:
-        patch.setattr("qat.training.model.building._fetch", lambda *_: None)
+        patch.setattr("qat.training.model._fetch", lambda *_: None)
         patch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: {})
         patch.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
         expected = build_model(config, 10)

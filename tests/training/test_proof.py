@@ -11,8 +11,8 @@ from qat.export.onnxruntime import default_session
 from qat.kernels.cpu import onednn, processor
 from qat.training.config.schema import RunConfig
 from qat.training.run import proof as proof_module
-from qat.training.run.proof import Proof
-from qat.training.run.report import onnx_results, report_lines, session_results, write_summary
+from qat.training.run.proof import Proof, onnx_results, session_results
+from qat.training.run.report import report_lines, write_summary
 from tests.runs.tiny_training import user_error
 from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 

@@ -2,11 +2,9 @@
 
 import base64
 import io
-import json
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +24,6 @@ from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import split_output, to_device
-from qat.training.run.files import write_text
-from qat.training.run.folder import ANALYSIS
 
 IMAGES = 16
 """For the errors of layers and for histograms."""
@@ -60,11 +56,6 @@ def analyse(
         "answers": compare_answers(model, float_model, data, device),
         "integers": {"onnxruntime": [vars(each) for each in layers]},
     }
-
-
-def write_analysis(folder: Path, found: dict[str, Any]) -> None:
-    """Write analysis.json."""
-    write_text(folder / ANALYSIS, json.dumps(found) + "\n")
 
 
 def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[str, float]:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from qat.export import LayerDifference, Saturation, Verification
 from qat.export.onnxruntime.default_session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig
-from qat.training.run.files import write_text
+from qat.training.run.folder import write_text
 
 ROWS = {
     "float": "float",
@@ -25,51 +24,6 @@ ROWS = {
     "onnx.default_session": "ONNX Runtime, default session",
 }
 """Keys of the results (nested keys after a dot) and their names in the table, in its order."""
-
-MOST_DIFFERING = 3
-"""Number of layers for which the summary gives the number of differing integers."""
-
-
-def onnx_results(
-    verification: Verification,
-    layers: list[LayerDifference],
-    operators: dict[str, int],
-    size: int,
-    saturation: list[Saturation],
-) -> dict[str, Any]:
-    """The `onnx` section of summary.json; the operators are those that ONNX Runtime runs after its optimisation."""
-    return {
-        **session_results(verification, layers),
-        "size_bytes": size,
-        "operators": dict(sorted(operators.items())),
-        "saturation": {
-            "layers": sum(bool(each.channels) for each in saturation),
-            "channels": sum(len(each.channels) for each in saturation),
-        },
-    }
-
-
-def session_results(verification: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
-    """The results of one kind of session; the arguments are those of `onnx_results`."""
-    difference = verification.max_difference
-    return {
-        "top1": verification.onnx_top1,
-        "agreement": verification.agreement,
-        "close": verification.close,
-        "max_logit_difference": difference if math.isfinite(difference) else None,
-        "layers": integers_results(layers),
-    }
-
-
-def integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
-    """How many integers of the layers differ, and in which most."""
-    most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
-    return {
-        "compared": len(layers),
-        **{key: sum(getattr(layer, key) for layer in layers) for key in ("elements", "differing", "beyond_ties")},
-        "largest_difference": max((layer.largest for layer in layers), default=0),
-        "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
-    }
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -152,7 +106,6 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
 
 
 def _row_name(key: str, words: str, results: dict[str, Any]) -> str:
-    """The name of a row, with the epoch whose weights it is of where that can be asked."""
     epochs, qat = results[key.partition(".")[0]].get("epochs"), results.get("qat", {})
     if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
         return f"float, fine-tuned {epochs} epochs"

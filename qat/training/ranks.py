@@ -1,17 +1,47 @@
-"""The process group of a run that `torchrun` started. A run without it is a group of one, and nothing here acts."""
+"""Where a run computes: its device, and the process group if `torchrun` started it; without, nothing here acts."""
 
 import os
+import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from qat.collectives import rank, rank_count
-from qat.training.errors import UserError
+from qat.kernels.cpu import processor
+from qat.training.errors import UserError, value_errors_reported
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`."""
+    with value_errors_reported():
+        processor.asked_for()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
+    if match is None:
+        raise UserError(f"device: {name!r} is not a device; choose auto, cpu, cuda or cuda:<number>")
+    if count == 0:
+        raise UserError(f"device: {name!r} needs a CUDA device and torch sees none; choose auto or cpu")
+    index = int(match.group(1) or 0)
+    if index >= count:
+        raise UserError(f"device: {name!r} is not there; torch sees {count}: cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on every device, and the global generators of Python and NumPy, which users' code may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
 
 T = TypeVar("T")
 
@@ -122,6 +152,5 @@ def is_first_to_fail() -> bool:
 
 
 def _agent_store() -> Any:
-    """The store of torchrun's agent, which outlives the ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
