@@ -10,7 +10,7 @@ were found, from the run's float weights: `python train.py --config RUN/bits.yam
 import argparse
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -67,8 +67,8 @@ def run(given: argparse.Namespace) -> int:
         print(f"no choice of these bits is at most {given.drop:g} points below float; give more bits, or train")
         return 1
     start = config.model.model_copy(update={"checkpoint": str((folder / FLOAT_WEIGHTS).resolve()), "weights": None})
-    changed = {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0})}
-    changed |= {"name": f"{config.name}-bits", "run_dir": None, "resume": "never"}
+    changed: dict[str, Any] = {"name": f"{config.name}-bits", "run_dir": None, "resume": "never"}
+    changed |= {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0})}
     write_text(folder / FILE, dump_config(config.model_copy(update=changed)))
     print(f"config: {folder / FILE}")
     return 0
@@ -91,7 +91,9 @@ class Search:
         losses, costs = dict[int, dict[str, float]](), dict[int, dict[str, LayerCost]]()
         batches = list(self.data.calibration(self.grids.calibration_batches))
         for bits in progress_bar(self.choices, "bits"):
-            model = self.opened.calibrated(self.data, self._uniform(bits))
+            # Steps would round the weights that the losses are measured against.
+            grids = self._with_bits(self.grids, bits).model_copy(update={"calibration_steps": ()})
+            model = self.opened.calibrated(self.data, grids)
             losses[bits] = qat.layer_losses(model, batches)
             costs[bits] = {row.name: row for row in qat.cost(model, torch.zeros(1, *self.data.image_shape))}
 
@@ -182,10 +184,6 @@ class Search:
         # They come last, since later keys win.
         kept = {key: each for key, each in own.items() if key not in chosen}
         return self.grids.model_copy(update={"overrides": {**kept, **chosen}})
-
-    def _uniform(self, bits: int) -> QuantizationConfig:
-        # Steps would round the weights that the losses are measured against.
-        return self._with_bits(self.grids, bits).model_copy(update={"calibration_steps": ()})
 
     def _with_bits(self, given: Given, bits: int) -> Given:
         changed = {tensor: getattr(given, tensor).model_copy(update={"bits": bits}) for tensor in self.tensors}

@@ -21,6 +21,7 @@ from qat.training.config.file import load_config
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
+from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
 from qat.training.loop.evaluation import split_output
 from qat.training.loop.preparation import prepare_model
@@ -182,8 +183,7 @@ class Run:
     def as_pixels(self, images: Tensor) -> Tensor:
         """Normalised images (N, 3, H, W) as the uint8 pixels (N, H, W, 3) that they were."""
         kept = self.transform.preprocessing
-        mean, std = (torch.tensor(values).mul(255).view(3, 1, 1) for values in (kept.mean, kept.std))
-        return images.mul(std).add(mean).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return ToInput(kept.mean, kept.std).undone(images).permute(0, 2, 3, 1).contiguous()
 
     @cached_property
     def float_model(self) -> nn.Module:

@@ -140,12 +140,12 @@ def _fetch(name: str, weights: Any) -> None:
 
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:
-    name, old = last_layer(model)
-    bias = getattr(old, "bias", None) is not None
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)}
+    name, old = list(layers.items())[-1]
+    bias = old.bias is not None
     if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
         new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
     else:
-        assert isinstance(old, nn.Linear), f"torchvision model without a classifier: {type(old).__name__}"
         new = nn.Linear(old.in_features, classes, bias=bias)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new)
@@ -208,12 +208,6 @@ def load_float_weights(model: nn.Module, path: Path, model_name: str) -> None:
     if rank() == 0:
         load_weights(model, str(path), model_name, "float weights")
     share_state(model)
-
-
-def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
-    """Name and module of the last linear or 2d convolutional layer, the classifier; without one "" and the model."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    return layers[-1] if layers else ("", model)
 
 
 def _read(file: Path, where: str) -> State:

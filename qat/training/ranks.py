@@ -19,10 +19,17 @@ from qat.training.errors import UserError, value_errors_reported
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`."""
+    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
+
+    Under torchrun, `auto` and `cuda` are the device with the rank's local number; one number is not for many ranks.
+    """
     with value_errors_reported():
         processor.asked_for()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if is_launched() and count and name.startswith("cuda:") and ranks_here() > 1:
+        raise UserError(f"device: {name!r} is one device, and torchrun started {ranks_here()} ranks here; use cuda")
+    if is_launched() and count and name in ("auto", "cuda"):
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")
     match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
@@ -63,15 +70,6 @@ def is_launched() -> bool:
 def ranks_here() -> int:
     """How many ranks share this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else 1
-
-
-def local_device(name: str) -> str:
-    """The device of this rank: `cuda` and `auto` are the one with its local number; a number is not for many ranks."""
-    if not is_launched() or not torch.cuda.is_available():
-        return name
-    if name.startswith("cuda:") and ranks_here() > 1:
-        raise UserError(f"device: {name!r} is one device, and torchrun started {ranks_here()} ranks here; use cuda")
-    return f"cuda:{os.environ['LOCAL_RANK']}" if name in ("auto", "cuda") else name
 
 
 @contextmanager

@@ -30,7 +30,6 @@ from qat.training.ranks import (
     first_rank_first,
     from_first,
     leave,
-    local_device,
     pick_device,
     process_group,
     remember_folder,
@@ -102,7 +101,7 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 def run(config: RunConfig, dry: bool = False) -> int:
     """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
-    device = pick_device(local_device(config.device))
+    device = pick_device(config.device)
     with process_group(device):
         if rank():
             logging.getLogger("qat").setLevel(logging.ERROR)  # rank 0 says the rest for all

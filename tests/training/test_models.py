@@ -165,26 +165,22 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
     assert sys.path == before
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "fact"),
-    [
-        (
-            "own_net:net",
-            {},
-            "no module 'own_net', neither in the current folder '{folder}' nor on PYTHONPATH nor installed",
-        ),
-        ("own_nets:nett", {}, "'own_nets' has no 'nett'; did you mean 'net'?"),
-        ("own_nets:WIDTH", {}, "is int; it must be callable"),
-        ("own_nets:broken", {}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
-        (
-            "own_nets:net",
-            {"kwargs": {"depth": 1}},
-            "failed (TypeError: net() got an unexpected keyword argument 'depth'",
-        ),
-        ("own_nets:fixed", {"num_classes": 10}, "model.num_classes: 10 has no effect"),
-        ("own_nets:net", {"weights": "DEFAULT"}, "model.weights: 'DEFAULT' has no effect with 'own_nets:net'"),
-    ],
-)
+OWN_MISTAKES = [
+    (
+        "own_net:net",
+        {},
+        "no module 'own_net', neither in the current folder '{folder}' nor on PYTHONPATH nor installed",
+    ),
+    ("own_nets:nett", {}, "'own_nets' has no 'nett'; did you mean 'net'?"),
+    ("own_nets:WIDTH", {}, "is int; it must be callable"),
+    ("own_nets:broken", {}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
+    ("own_nets:net", {"kwargs": {"depth": 1}}, "failed (TypeError: net() got an unexpected keyword argument 'depth'"),
+    ("own_nets:fixed", {"num_classes": 10}, "model.num_classes: 10 has no effect"),
+    ("own_nets:net", {"weights": "DEFAULT"}, "model.weights: 'DEFAULT' has no effect with 'own_nets:net'"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "fact"), OWN_MISTAKES)
 def test_own_models_that_do_not_work(module: Path, name: str, fields: dict[str, Any], fact: str) -> None:
     said = refusal(name=name, **fields)
     assert fact.format(folder=module.parent) in said and said.startswith("model.") and len(said.splitlines()) == 1

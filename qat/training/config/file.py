@@ -74,11 +74,6 @@ def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
     return sizes[id(node)]
 
 
-def dump_yaml(value: Any) -> str:
-    """Write plain values as YAML that `parse_yaml` (and any YAML 1.1 reader) reads back to equal values."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
-
-
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's way: a class attribute, filled below)
     yaml_constructors = {
@@ -152,7 +147,8 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
 
 def dump_config(config: RunConfig) -> str:
     """Write the config with all defaults filled in, as YAML that `load_config` reads back to an equal config."""
-    return f"# {NULLS}\n{dump_yaml(config.model_dump())}"
+    text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return f"# {NULLS}\n{text}"
 
 
 def _find(path: str, config_folder: Path | None) -> Path:

@@ -24,7 +24,6 @@ from qat.training.data.transforms import (
     BatchTransform,
     Preprocessing,
     Transform,
-    is_random,
     resized_up_front,
     train_transform,
 )
@@ -112,7 +111,7 @@ def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> 
     """The images of a split where they are, in batches if their augmentation can be."""
     if isinstance(images, ImageArray) and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
-    return TransformedImages(images, train_transform(augment, plain), is_random(augment))
+    return TransformedImages(images, train_transform(augment, plain), random=any(augment.model_dump().values()))
 
 
 class EpochOrder(Sampler[SampleKey]):

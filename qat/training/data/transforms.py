@@ -100,6 +100,10 @@ class ToInput:
         mean, std = self.mean.to(pixels.device), self.std.to(pixels.device)
         return coloured.to(torch.float32, copy=True).sub_(mean).div_(std)
 
+    def undone(self, images: Tensor) -> Tensor:
+        """Normalised images (..., 3, H, W) on the CPU as the uint8 pixels that they were."""
+        return images.mul(self.std).add(self.mean).round().clamp(0, 255).to(torch.uint8)
+
 
 class Cutout:
     """Set a square with a random centre to 0, the mean; at the border a part of it (arXiv:1708.04552)."""
@@ -136,11 +140,6 @@ def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
         steps.append(Cutout(augment.cutout))
     pipeline: Transform = v2.Compose(steps)
     return pipeline
-
-
-def is_random(augment: AugmentConfig) -> bool:
-    """Whether the training pipeline draws random numbers: any augmentation is on."""
-    return any(augment.model_dump().values())
 
 
 def resized_up_front(images: Tensor, resize_size: int) -> Tensor:

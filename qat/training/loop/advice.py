@@ -13,7 +13,6 @@ from qat.training.loop.stage import StageRun, key_of
 OF_ANY_LENGTH = ("epochs", "optimizer", "lr", "schedule", "progressive", "bn_reestimate")
 """Settings that a stage without epochs may have: they are set by bits, or have an effect there."""
 
-
 SIGMAS = 2.0
 """Differences count from this many standard deviations on, given the size of the validation split."""
 

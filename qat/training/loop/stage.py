@@ -101,15 +101,18 @@ def progressive_stages(config: QATStageConfig) -> dict[str, ProgressiveConfig]:
     return {f"qat_{number}": stage for number, stage in enumerate(config.progressive, 1)}
 
 
+def stages_of(config: RunConfig) -> dict[str, StageConfig]:
+    """How each stage of a run trains, by its name, in their order."""
+    earlier = {name: training_of(config.qat, stage) for name, stage in progressive_stages(config.qat).items()}
+    return {"float": config.float, "float_finetune": float_counterpart(config.qat), **earlier, "qat": config.qat}
+
+
 def steps_after(config: RunConfig, name: str, train: TrainBatches) -> int:
     """How many steps of training the stages after this one have."""
-    stages: dict[str, StageConfig] = {"float": config.float}
-    if config.float_finetune:
-        stages["float_finetune"] = float_counterpart(config.qat)
-    stages |= {key: training_of(config.qat, each) for key, each in progressive_stages(config.qat).items()}
-    stages["qat"] = config.qat
-    later = list(stages)[list(stages).index(name) + 1 :] if name in stages else []
-    return sum(stages[key].epochs * steps_per_epoch(stages[key], train) for key in later)
+    stages = stages_of(config)
+    later = list(stages)[list(stages).index(name) + 1 :]
+    wanted = [stages[key] for key in later if key != "float_finetune" or config.float_finetune]
+    return sum(stage.epochs * steps_per_epoch(stage, train) for stage in wanted)
 
 
 def key_of(name: str) -> str:

@@ -23,6 +23,7 @@ from qat.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
+from qat.training.data.transforms import ToInput
 from qat.training.loop.evaluation import split_output, to_device
 
 IMAGES = 16
@@ -165,7 +166,6 @@ def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device
 def as_png(image: Tensor, data: Data) -> str:
     """A normalised image (3, H, W) as the picture that it was, a PNG in base64."""
     kept, stream = data.preprocessing, io.BytesIO()
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (kept.mean, kept.std))
-    pixels = image.cpu().mul(std).add(mean).mul(255).round().clamp(0, 255).to(torch.uint8)
+    pixels = ToInput(kept.mean, kept.std).undone(image.cpu())
     Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(stream, "png")
     return base64.b64encode(stream.getvalue()).decode()

@@ -13,7 +13,7 @@ from qat.training.report.drawing import COLOURS, INK, QUIET, SICK, heat, name_ax
 from qat.training.report.findings import AT_FLOOR, LAG
 from qat.training.report.run import Points, ReportedRun
 from qat.training.run.folder import EVALUATION, LATENCY, SENSITIVITY
-from qat.training.run.report import ROWS, deviation_of
+from qat.training.run.report import ROWS, deviation_of, results_by_row
 
 Draw: TypeAlias = Callable[[ReportedRun], Any]
 """From a run to a figure of matplotlib; None where the run has nothing for it."""
@@ -55,10 +55,7 @@ MATRIX = 30
 """Most classes of which a matrix can be read."""
 
 
-@_figure(
-    "All curves",
-    "Healthy: QAT begins near where float ended, and its validation loss does not jump up.",
-)
+@_figure("All curves", "Healthy: QAT begins near where float ended, and its validation loss does not jump up.")
 def results(run: ReportedRun) -> Any:
     """Loss, accuracy and rate of all stages over the steps, with the results of calibration and of the integers."""
     stages = list(dict.fromkeys(name.partition("/")[0] for name, tag in run.curves if tag == "loss"))
@@ -92,13 +89,8 @@ def results(run: ReportedRun) -> Any:
 )
 def accuracy(run: ReportedRun) -> Any:
     """A bar for every model and engine, with two standard deviations."""
-    found = []
-    for key, words in ROWS.items():
-        section, _, part = key.partition(".")
-        result = run.summary.get(section) or {}
-        top1 = (result.get(part) or {} if part else result).get("top1")
-        if top1 is not None:
-            found.append((words, top1))
+    top1s = {ROWS[key]: result["top1"] for key, result in results_by_row(run.summary).items()}
+    found = [(words, top1) for words, top1 in top1s.items() if top1 is not None]
     for row in run.of_verb(EVALUATION).get("rows", []):
         if row["runtime"] not in ("torch", "float", "onnxruntime"):
             found.append((row["runtime"], row["top1"]))
@@ -141,10 +133,7 @@ def errors(run: ReportedRun) -> Any:
     return figure
 
 
-@_figure(
-    "Sensitivity",
-    "Healthy: no layer alone costs more than the noise; one that does deserves more bits.",
-)
+@_figure("Sensitivity", "Healthy: no layer alone costs more than the noise; one that does deserves more bits.")
 def sensitivity(run: ReportedRun) -> Any:
     """What `python -m qat sensitivity` has measured."""
     found = run.of_verb(SENSITIVITY)
@@ -381,10 +370,7 @@ def integers(run: ReportedRun) -> Any:
     return figure
 
 
-@_figure(
-    "Cost by layer",
-    "To read: bits saved where the bars are high matter; a layer in float stands out.",
-)
+@_figure("Cost by layer", "To read: bits saved where the bars are high matter; a layer in float stands out.")
 def costs(run: ReportedRun) -> Any:
     """Bit operations and bytes of each layer."""
     rows = run.analysis.get("cost")
@@ -399,10 +385,7 @@ def costs(run: ReportedRun) -> Any:
     return figure
 
 
-@_figure(
-    "Latency",
-    "Healthy: integers take less time than float on the device that counts.",
-)
+@_figure("Latency", "Healthy: integers take less time than float on the device that counts.")
 def latency(run: ReportedRun) -> Any:
     """Milliseconds of a call, integers beside float."""
     rows = run.of_verb(LATENCY).get("rows")

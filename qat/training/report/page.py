@@ -127,7 +127,9 @@ def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -
     layers = (log.folder / LAYERS).read_text(encoding="utf-8")
     for tag, text in (("config", dump_config(config)), ("layers", layers)):
         writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
-    metrics = _metrics(summary)
+    top1s = {f"{key}_top1": summary.get(key, {}).get("top1") for key in ("float", "calibrated", "qat", "onnx")}
+    found = {**top1s, "agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
+    metrics = {f"final/{key}": float(value) for key, value in found.items() if value is not None}
     given = flat(config.model_dump(mode="json", exclude_defaults=True))
     row = {key: value for key, value in given.items() if isinstance(value, bool | int | float | str)}
     for summary_of in hparams(row, metrics):  # type: ignore[no-untyped-call]
@@ -139,9 +141,3 @@ def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -
             with Image.open(file) as picture:
                 writer.add_image(file.stem, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
     writer.flush()
-
-
-def _metrics(summary: dict[str, Any]) -> dict[str, float]:
-    found = {f"{key}_top1": summary.get(key, {}).get("top1") for key in ("float", "calibrated", "qat", "onnx")}
-    found |= {"agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
-    return {f"final/{key}": float(value) for key, value in found.items() if value is not None}

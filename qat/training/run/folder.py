@@ -27,6 +27,39 @@ except ImportError:  # Windows
 
 logger = logging.getLogger("qat")
 
+RUNS = Path("runs")
+"""Parent of the default run folders, relative to the current folder."""
+
+LAST_CHECKPOINT = "last.pt"
+BEST_CHECKPOINT = "best.pt"
+"""The weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model."""
+
+RESOLVED_CONFIG = "config.yaml"
+"""The config with all defaults, written at the start."""
+
+FLOAT_WEIGHTS = "float.safetensors"
+LAYERS = "layers.txt"
+MODEL = "model.onnx"
+REPORT, PICTURES, RESULTS, ANALYSIS = "report.html", "figures", "results.png", "analysis.json"
+"""The report, its figures as PNG and that of all curves, and what the report shows besides curves and results."""
+
+SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"
+"""What the verbs `sensitivity`, `evaluate` and `benchmark` have measured."""
+
+SUMMARY = "summary.json"
+"""Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
+
+KEYS_FREE_ON_RESUME = (
+    "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
+    "checkpoint_every", "watch", "integer_forward", "data.root", "data.workers", "data.download",
+    "data.eval_batch_size",
+)  # fmt: skip
+"""Keys that may differ when a run is resumed, since they say where and how fast, and not what is trained. The images in
+data.root are compared by `check_same_data`."""
+
+EPOCHS = "qat.epochs"
+"""This key may grow when a run is resumed: the run then trains on."""
+
 LOCK = ".lock"
 """The locked file in a run folder; a run that ends normally removes it."""
 
@@ -131,41 +164,6 @@ def _system_error(error: BaseException) -> str | None:
             return None
         error = error.__context__
     return error.strerror or str(error)
-
-
-RUNS = Path("runs")
-"""Parent of the default run folders, relative to the current folder."""
-
-LAST_CHECKPOINT = "last.pt"
-BEST_CHECKPOINT = "best.pt"
-"""The weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model."""
-
-RESOLVED_CONFIG = "config.yaml"
-"""The config with all defaults, written at the start."""
-
-FLOAT_WEIGHTS = "float.safetensors"
-LAYERS = "layers.txt"
-MODEL = "model.onnx"
-REPORT, PICTURES, RESULTS, ANALYSIS = "report.html", "figures", "results.png", "analysis.json"
-"""The report, its figures as PNG and that of all curves, and what the report shows besides curves and results."""
-
-SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"
-"""What the verbs `sensitivity`, `evaluate` and `benchmark` have measured."""
-
-SUMMARY = "summary.json"
-"""Written at the very end: a folder with it holds the results of a finished run."""
-
-
-KEYS_FREE_ON_RESUME = (
-    "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
-    "checkpoint_every", "watch", "integer_forward", "data.root", "data.workers", "data.download",
-    "data.eval_batch_size",
-)  # fmt: skip
-"""Keys that may differ when a run is resumed, since they say where and how fast, and not what is trained. The images in
-data.root are compared by `check_same_data`."""
-
-EPOCHS = "qat.epochs"
-"""This key may grow when a run is resumed: the run then trains on."""
 
 
 @dataclass(frozen=True)

@@ -94,15 +94,22 @@ def deviation_of(top1: float, images: int) -> float:
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
     """The rows of the table: one per model, with accuracy, size and agreement if they are known."""
     rows = [["model", "top1 %", "size", "agreement"]]
-    for key, words in ROWS.items():
-        section, _, part = key.partition(".")
-        result = results.get(section, {}).get(part) if part else results.get(section)
-        if result is not None:
-            size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
-            agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
-            top1 = "" if result["top1"] is None else f"{result['top1']:.2f}"
-            rows.append([_row_name(key, words, results), top1, size, agreement])
+    for key, result in results_by_row(results).items():
+        size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
+        agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
+        top1 = "" if result["top1"] is None else f"{result['top1']:.2f}"
+        rows.append([_row_name(key, ROWS[key], results), top1, size, agreement])
     return rows
+
+
+def results_by_row(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results that a summary has, by the keys of `ROWS`."""
+    found = {}
+    for key in ROWS:
+        section, _, part = key.partition(".")
+        result = summary.get(section, {})
+        found[key] = result.get(part, {}) if part else result
+    return {key: result for key, result in found.items() if result}
 
 
 def _row_name(key: str, words: str, results: dict[str, Any]) -> str:

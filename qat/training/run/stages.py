@@ -14,7 +14,6 @@ from qat.calibration import Step
 from qat.collectives import rank
 from qat.export import LayerDifference
 from qat.training.config.schema import RunConfig
-from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.advice import warnings_about
@@ -25,13 +24,12 @@ from qat.training.loop.metrics import looking
 from qat.training.loop.preparation import prepare_model
 from qat.training.loop.stage import (
     StageRun,
-    float_counterpart,
     on_grids_of,
     progressive_stages,
     rate_key,
+    stages_of,
     steps_after,
     steps_per_epoch,
-    training_of,
 )
 from qat.training.model import load_float_weights
 from qat.training.ranks import from_first
@@ -77,7 +75,7 @@ class Stages:
     @property
     def order(self) -> list[str]:
         """The names of the stages that train."""
-        return ["float", "float_finetune", *progressive_stages(self.config.qat), "qat"]
+        return list(stages_of(self.config))
 
     @property
     def float_weights(self) -> Path:
@@ -95,7 +93,7 @@ class Stages:
             self.log.say(
                 "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
             )
-        self._train("float", model, self.config.float)
+        self._train("float", model)
         if not self._is_finished("float"):
             save_float_weights(self.float_weights, model)
         if rank() == 0:
@@ -105,7 +103,7 @@ class Stages:
         """Fine-tune the float model with QAT's settings and all of its epochs, for a fair comparison."""
         if not self._is_finished("float_finetune"):
             load_float_weights(model, self.float_weights, self.config.model.name)
-        self._train("float_finetune", model, float_counterpart(self.config.qat))
+        self._train("float_finetune", model)
 
     def quantized(self, model: nn.Module) -> nn.Module:
         """Prepare the model, log what stays float, and write the table of layers."""
@@ -147,7 +145,7 @@ class Stages:
                 if not self._has_begun(name):
                     self._start_from(trained, on_grids)
                 trained = on_grids
-            self._train(name, on_grids, training_of(self.config.qat, stage))
+            self._train(name, on_grids)
         if trained is not None:
             self._start_from(trained, model)
 
@@ -159,7 +157,7 @@ class Stages:
 
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
-        self._train("qat", model, self.config.qat)
+        self._train("qat", model)
         self._write_layers(model)
 
     def export(self, model: nn.Module) -> str:
@@ -198,7 +196,8 @@ class Stages:
         parts = [qat.summary(model), HOW_IT_TRAINS, qat.explain(model), *more]
         write_text(self.folder.path / LAYERS, "\n\n".join(parts) + "\n")
 
-    def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
+    def _train(self, name: str, model: nn.Module) -> None:
+        stage = stages_of(self.config)[name]
         first_step, own_steps = self.steps, stage.epochs * steps_per_epoch(stage, self.data.train)
         if name != "float_finetune":  # its curves lie over those of QAT, which starts from the same weights
             self.steps += own_steps
