@@ -140,7 +140,9 @@ def _fetch(name: str, weights: Any) -> None:
 
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)}
+    layers: dict[str, Any] = {
+        name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)
+    }
     name, old = list(layers.items())[-1]
     bias = old.bias is not None
     if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
