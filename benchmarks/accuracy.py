@@ -27,7 +27,7 @@ from benchmarks.kept import RESULTS
 from qat.training.config.file import load_config
 from qat.training.config.schema import DataConfig, RunConfig
 from qat.training.data.loaders import load_data
-from qat.training.model.building import build_model
+from qat.training.model import build_model
 from qat.training.run.logging import CURVES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -58,9 +58,10 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     from qat.training.config.schema import RunConfig
-    from qat.training.errors import UserError, looked_in, problems_of
+    from qat.training.data.images import InputTransform
+    from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
     from qat.training.loop.preparation import prepare_model
-    from qat.training.run.checkpoint import load_checkpoint, load_evaluated
+    from qat.training.run.checkpoint import load_checkpoint, load_evaluated, preprocessing_of
 
     if not path.exists():
         raise UserError(f"'{path}' does not exist{looked_in(path)}")
@@ -76,12 +77,16 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
             with problems_of(str(file)):  # rules and targets of the user's have to be registered
                 model = prepare_model(model, config, (3, size, size))
     load_evaluated(file, payload, model)
-    _describe(model, file, payload, config)
+    with value_errors_reported(f"{file}: "):
+        transform = InputTransform(preprocessing_of(payload["about"]))
+    found = {"classes": payload["about"]["classes"], "transform": transform, "config": config}
+    for name, value in {**found, "accuracy": payload["evaluation"]["top1"]}.items():
+        if not hasattr(model, name):
+            setattr(model, name, value)
     return model.eval()
 
 
 def _chosen_in(folder: Path) -> Path:
-    """The checkpoint of a run folder whose weights model.onnx and the table are of."""
     from qat.training.config.file import load_config
     from qat.training.errors import UserError
     from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT, RESOLVED_CONFIG
@@ -111,9 +116,8 @@ def _warn_if_unfinished(folder: Path, file: Path, payload: dict[str, Any]) -> No
 
 
 def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Module | None) -> nn.Module:
-    """The float model's layers; the weights are loaded later."""
     from qat.training.errors import UserError
-    from qat.training.model.building import build_model
+    from qat.training.model import build_model
 
     if given is not None:
         return copy.deepcopy(given)
@@ -123,18 +127,3 @@ def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Mod
             " pass the float model, qat.load(path, float_model=...)"
         )
     return build_model(config.model, len(payload["about"]["classes"]), with_weights=False)
-
-
-def _describe(model: nn.Module, file: Path, payload: dict[str, Any], config: Any) -> None:
-    """Give the model the attributes of `load`."""
-    from qat.training.data.images import InputTransform
-    from qat.training.errors import value_errors_reported
-    from qat.training.run.checkpoint import preprocessing_of
-
-    about = payload["about"]
-    with value_errors_reported(f"{file}: "):
-        transform = InputTransform(preprocessing_of(about))
-    found = {"classes": about["classes"], "transform": transform, "config": config}
-    for name, value in {**found, "accuracy": payload["evaluation"]["top1"]}.items():
-        if not hasattr(model, name):
-            setattr(model, name, value)

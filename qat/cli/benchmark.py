@@ -24,6 +24,7 @@ from qat.cli.runtimes import RUNTIMES, Session, default_differs, open_file
 from qat.export.onnx.program import quiet_export
 from qat.text import first_line, table
 from qat.training.errors import UserError
+from qat.training.report.drawing import can_draw
 from qat.training.run.folder import LATENCY, MODEL
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
@@ -69,7 +70,14 @@ def run(given: argparse.Namespace) -> int:
             rows += [row for batch in batches for row in _measured(sessions, batch, threads, given.rounds)]
         sizes = {name: path.stat().st_size for name, path in models.items() if name != DEFAULT}
     rows = [{**row, "agreement": agreement.get(row["model"])} for row in rows]
-    results = {"rows": rows, "bytes": sizes, "runtime": given.runtime, **_machine(given.runtime)}
+    results = {
+        "rows": rows,
+        "bytes": sizes,
+        "runtime": given.runtime,
+        given.runtime: version(RUNTIMES[given.runtime].package),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": time.strftime("%Y-%m-%d"),
+    }
     print("\n".join(_shown(results, RUNTIMES[given.runtime].title)))
     opened.keep(LATENCY, results)
     if given.json:
@@ -80,7 +88,6 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _batches(opened: Run, given: argparse.Namespace) -> list[int]:
-    """The batch sizes to measure: those asked for, or what fits the file."""
     path = opened.file(given.runtime)
     only = open_file(path, given.runtime).shape[0]
     if not only:
@@ -91,7 +98,6 @@ def _batches(opened: Run, given: argparse.Namespace) -> list[int]:
 
 
 def _agreement(opened: Run, given: argparse.Namespace) -> float | None:
-    """The share of one validation batch with the same prediction in the default session; None without a folder."""
     if not opened.path.is_dir():
         return None
     images = next(iter(opened.data(given.overrides).val))[0]
@@ -100,7 +106,6 @@ def _agreement(opened: Run, given: argparse.Namespace) -> float | None:
 
 
 def _float_file(opened: Run, path: Path) -> Path:
-    """The float model of the run as an ONNX file."""
     size = opened.config.data.image_size
     with quiet_export():
         torch.onnx.export(
@@ -111,7 +116,6 @@ def _float_file(opened: Run, path: Path) -> Path:
 
 
 def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """The median time of a call of each model, whose turns alternate, and its share of float's."""
     feeds = {}
     for name, session in sessions.items():
         shape = [batch, *(side or 224 for side in session.shape[1:])]
@@ -120,11 +124,8 @@ def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: in
             numbers.integers(0, 256, shape, np.uint8) if session.pixels else numbers.standard_normal(shape, np.float32)
         )
         session.run(feeds[name])
-    times: dict[str, list[float]] = {name: [] for name in sessions}
-    for _ in range(rounds):
-        for name, session in sessions.items():
-            times[name].append(_one_turn(session, feeds[name]))
-    found = {name: median(each) for name, each in times.items()}
+    turns = [{name: _one_turn(each, feeds[name]) for name, each in sessions.items()} for _ in range(rounds)]
+    found = {name: median(turn[name] for turn in turns) for name in sessions}
     return [
         {
             "model": name, "batch": batch, "threads": threads, "milliseconds": 1000 * seconds,
@@ -135,8 +136,7 @@ def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: in
     ]  # fmt: skip
 
 
-def _one_turn(session: Session, images: Any) -> float:
-    """The mean seconds of a call, over calls for `ROUND` seconds."""
+def _one_turn(session: Session, images: Any) -> float:  # the mean seconds of a call
     started, calls = time.perf_counter(), 0
     while (spent := time.perf_counter() - started) < ROUND or not calls:
         session.run(images)
@@ -164,28 +164,15 @@ def _shown(results: dict[str, Any], runtime: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _machine(runtime: str) -> dict[str, str]:
-    return {
-        runtime: version(RUNTIMES[runtime].package),
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def _check_outputs(given: argparse.Namespace) -> None:
-    """Refuse what --json and --plot ask for, before anything is measured, where a folder or matplotlib is missing."""
-    if given.plot:
-        try:
-            import matplotlib.figure  # noqa: F401
-        except ImportError:
-            raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out") from None
+    if given.plot and not can_draw():
+        raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out")
     for option, file in (("--json", given.json), ("--plot", given.plot)):
         if file:
             check_folder_of(option, Path(file).expanduser())
 
 
 def _draw(results: dict[str, Any], path: Path) -> None:
-    """Milliseconds of a call by batch size, a bar for each model; one panel for each number of threads."""
     from matplotlib.figure import Figure
 
     rows = results["rows"]
@@ -201,9 +188,8 @@ def _draw(results: dict[str, Any], path: Path) -> None:
             left = [index + place * width for index in range(len(batches))]
             bars = axes.bar(left, heights, width=0.95 * width, label=model)
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
-        axes.set_xticks(
-            [index + 0.5 * width * (len(models) - 1) for index in range(len(batches))], [str(each) for each in batches]
-        )
+        middles = [index + 0.5 * width * (len(models) - 1) for index in range(len(batches))]
+        axes.set_xticks(middles, [str(each) for each in batches])
         axes.set(title=f"{number} thread{'s' * (number > 1)}", xlabel="images a call", ylabel="ms", yscale="log")
         axes.legend(frameon=False, fontsize=8)
     try:

@@ -10,7 +10,7 @@ were found, from the run's float weights: `python train.py --config RUN/bits.yam
 import argparse
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,8 +23,7 @@ from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import OverrideConfig, QuantizationConfig
 from qat.training.data.loaders import Data
 from qat.training.errors import UserError, value_errors_reported
-from qat.training.run.files import write_text
-from qat.training.run.folder import FLOAT_WEIGHTS, RESOLVED_CONFIG
+from qat.training.run.folder import FLOAT_WEIGHTS, RESOLVED_CONFIG, write_text
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat bits runs/resnet_int8 --choices 2,4,8 --size 4"
@@ -68,8 +67,8 @@ def run(given: argparse.Namespace) -> int:
         print(f"no choice of these bits is at most {given.drop:g} points below float; give more bits, or train")
         return 1
     start = config.model.model_copy(update={"checkpoint": str((folder / FLOAT_WEIGHTS).resolve()), "weights": None})
-    changed = {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0}),
-               "name": f"{config.name}-bits", "run_dir": None, "resume": "never"}  # fmt: skip
+    changed: dict[str, Any] = {"name": f"{config.name}-bits", "run_dir": None, "resume": "never"}
+    changed |= {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0})}
     write_text(folder / FILE, dump_config(config.model_copy(update=changed)))
     print(f"config: {folder / FILE}")
     return 0
@@ -92,14 +91,19 @@ class Search:
         losses, costs = dict[int, dict[str, float]](), dict[int, dict[str, LayerCost]]()
         batches = list(self.data.calibration(self.grids.calibration_batches))
         for bits in progress_bar(self.choices, "bits"):
-            model = self.opened.calibrated(self.data, self._uniform(bits))
+            # Steps would round the weights that the losses are measured against.
+            grids = self._with_bits(self.grids, bits).model_copy(update={"calibration_steps": ()})
+            model = self.opened.calibrated(self.data, grids)
             losses[bits] = qat.layer_losses(model, batches)
             costs[bits] = {row.name: row for row in qat.cost(model, torch.zeros(1, *self.data.image_shape))}
-        names = [
-            name for name in losses[self.choices[0]]
-            if all(name in rows and {getattr(rows[name], f"{tensor}_bits") for tensor in self.tensors} == {bits}
-                   for bits, rows in costs.items())
-        ]  # fmt: skip
+
+        def is_open(name: str) -> bool:
+            return all(
+                name in rows and {getattr(rows[name], f"{tensor}_bits") for tensor in self.tensors} == {bits}
+                for bits, rows in costs.items()
+            )
+
+        names = [name for name in losses[self.choices[0]] if is_open(name)]
         if not names:
             raise UserError("bits: the config fixes the bits of every layer; leave overrides out, or change --choices")
         return (
@@ -181,12 +185,7 @@ class Search:
         kept = {key: each for key, each in own.items() if key not in chosen}
         return self.grids.model_copy(update={"overrides": {**kept, **chosen}})
 
-    def _uniform(self, bits: int) -> QuantizationConfig:
-        # Steps would round the weights that the losses are measured against.
-        return self._with_bits(self.grids, bits).model_copy(update={"calibration_steps": ()})
-
     def _with_bits(self, given: Given, bits: int) -> Given:
-        """Grids, or an override, with these bits and all else."""
         changed = {tensor: getattr(given, tensor).model_copy(update={"bits": bits}) for tensor in self.tensors}
         if bits >= 8 and self.grids.weight.narrow_range is False:
             # The lowest level of 8 bits does not fit int8 once a negative gamma is folded into it.

@@ -55,12 +55,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 
 def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The values of all columns by key; None where one has none."""
     return {key: [column.get(key) for column in columns] for key in dict.fromkeys(itertools.chain(*columns))}
 
 
 def _results(summary: dict[str, Any]) -> dict[str, Any]:
-    """What a run reached, rounded, by the names of the rows."""
     onnx = summary.get("onnx", {})
     top1 = {f"top1 % {words}": summary[key]["top1"] for key, words in ROWS.items() if key in summary}
     found = {**top1, "seconds": summary.get("seconds"), "problem": summary.get("problem")}

@@ -64,7 +64,6 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _answers(name: str, engine: Engine, batches: Iterable[Any]) -> dict[str, Any]:
-    """A runtime's answers for every image, the labels, and the time that the runtime took."""
     answers: list[Tensor] = []
     labels: list[Tensor] = []
     seconds = 0.0

@@ -139,7 +139,6 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
 
 
 def _for_firmware(given: argparse.Namespace, path: Path) -> None:
-    """What else is asked for: C sources, the table of multipliers with the arena, and vela's estimate."""
     content = path.read_bytes()
     if given.c_array:
         name = write_c_array(content, path)
@@ -155,7 +154,6 @@ def _for_firmware(given: argparse.Namespace, path: Path) -> None:
 
 
 def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:
-    """Whether a file that takes pixels answers as the trained model, near-ties apart; 1 if not."""
     engine, model, kept = Run(path).engine("onnxruntime"), opened.quantized, opened.transform.preprocessing
 
     def answer(batch: Any) -> tuple[Any, Pair]:
@@ -170,7 +168,6 @@ def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:
 
 
 def _metadata(opened: Run) -> dict[str, object]:
-    """What train.py writes into its file, of the same weights."""
     summary = read_summary(opened.folder) or {}
     about = about_model(opened.config, opened.classes, opened.transform.preprocessing)
     return export_metadata(about, summary, opened.quantized) if "qat" in summary else about

@@ -47,7 +47,6 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:
-    """The classes that any runtime has among its first, by the first one's scores."""
     first = next(iter(shares.values()))
     shown = torch.cat([share.topk(min(top, len(classes))).indices for share in shares.values()])
     ordered = sorted(set(shown.tolist()), key=lambda index: -float(first[index]))

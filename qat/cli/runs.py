@@ -21,14 +21,13 @@ from qat.training.config.file import load_config
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
+from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
 from qat.training.loop.evaluation import split_output
 from qat.training.loop.preparation import prepare_model
-from qat.training.model.building import build_model
-from qat.training.model.weights import load_weights
+from qat.training.model import build_model, load_weights
 from qat.training.run.checkpoint import preprocessing_of
-from qat.training.run.files import write_text
-from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary
+from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary, write_text
 
 WRITERS = {
     MODEL: "train.py writes it with resume=auto export.onnx=true",
@@ -41,18 +40,16 @@ HINT = "or a model.onnx or model.tflite"
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN, and the code of the user's own that it needs: rules and targets, and what builds the float model."""
     parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
-    parser.add_argument(
-        "--model", metavar="PACKAGE.MODULE:CALLABLE", help="builds the float model, for runs of a model of your own"
-    )
+    builder = "builds the float model, for runs of a model of your own"
+    parser.add_argument("--model", metavar="PACKAGE.MODULE:CALLABLE", help=builder)
     own = "registers rules or targets, for runs with imports; found from the current folder; may be repeated"
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=own)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Changes of the run's config, such as where its data lie now."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="changes of the run's config: data.root=..."
-    )
+    text = "changes of the run's config: data.root=..."
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
 
 
 def several(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -116,12 +113,11 @@ class Run:
     def file(self, runtime: str) -> Path:
         """The integer model that a runtime reads; a UserError if there is none."""
         name = RUNTIMES[runtime].file
-        if not self.path.is_dir() and self.path.suffix != Path(name).suffix:
-            raise UserError(f"--runtime: {runtime} reads {Path(name).suffix} files, and RUN is '{self.path}'")
         if not self.has(runtime):
-            raise UserError(
-                f"RUN: '{self.path}' has no {name}; {WRITERS[name].format(self.path)}, or use --runtime torch"
-            )
+            if self.path.is_file():
+                raise UserError(f"--runtime: {runtime} reads {Path(name).suffix} files, and RUN is '{self.path}'")
+            writer = WRITERS[name].format(self.path)
+            raise UserError(f"RUN: '{self.path}' has no {name}; {writer}, or use --runtime torch")
         return self.path / name if self.path.is_dir() else self.path
 
     def has(self, runtime: str) -> bool:
@@ -187,13 +183,12 @@ class Run:
     def as_pixels(self, images: Tensor) -> Tensor:
         """Normalised images (N, 3, H, W) as the uint8 pixels (N, H, W, 3) that they were."""
         kept = self.transform.preprocessing
-        mean, std = (torch.tensor(values).mul(255).view(3, 1, 1) for values in (kept.mean, kept.std))
-        return images.mul(std).add(mean).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return ToInput(kept.mean, kept.std).undone(images).permute(0, 2, 3, 1).contiguous()
 
     @cached_property
     def float_model(self) -> nn.Module:
         """The float model that QAT began with."""
-        file = self.folder / FLOAT_WEIGHTS
+        file = self.folder / FLOAT_WEIGHTS  # of a folder alone
         model = self._build()
         load_weights(model, str(file), self.config.model.name, "RUN")
         return model.eval()

@@ -108,8 +108,7 @@ def _in_openvino(path: Path, exact: bool, threads: int) -> Opened:
     return lambda images: np.array(compiled(images)[0]), *_inputs(path)
 
 
-def _in_litert(path: Path, engine: str, threads: int) -> Opened:
-    """A file whose ends are integers takes and gives floats here."""
+def _in_litert(path: Path, engine: str, threads: int) -> Opened:  # with floats where the file has integer ends
     data = path.read_bytes()
     file, inputs = TorchFile(data, engine, threads or None), ReadFile(data).inputs
     kinds = ["float32" if each.type == 0 or each.quantization is not None else f"type {each.type}" for each in inputs]
@@ -119,7 +118,6 @@ def _in_litert(path: Path, engine: str, threads: int) -> Opened:
 
 
 def _inputs(path: Path) -> tuple[list[str], list[tuple[int, ...]]]:
-    """The types and shapes of an ONNX file's inputs."""
     import onnx
 
     inputs = [end.type.tensor_type for end in onnx.load(path, load_external_data=False).graph.input]
@@ -127,9 +125,9 @@ def _inputs(path: Path) -> tuple[list[str], list[tuple[int, ...]]]:
     return kinds, [tuple(axis.dim_value for axis in each.shape.dim) for each in inputs]
 
 
+# One for the process: where two end in the order in which they began, the next signal (Ctrl-C) is a crash.
 @functools.cache
 def _core() -> Any:
-    """One for the process: where two end in the order in which they began, the next signal (Ctrl-C) is a crash."""
     import openvino
 
     return openvino.Core()

@@ -62,12 +62,9 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
+# Top-1 in percent, mean cross-entropy, and two standard deviations of its difference to the first two calls', which are
+# the whole model and float. The images are the same in all calls, so deviations are those by image.
 class _Evaluation:
-    """Top-1 in percent, mean cross-entropy, and two standard deviations of its difference to the first two calls'.
-
-    Those are the whole model and float. The images are the same in all calls, so deviations are those by image.
-    """
-
     def __init__(self, batches: list[Any]) -> None:
         self.batches, self.images = batches, sum(len(labels) for _, labels in batches)
         self.first: list[Tensor] = []
@@ -90,7 +87,6 @@ def _cell(result: Result, row: Result, side: str, part: str) -> str:
 
 
 def _table(result: Result) -> list[str]:
-    """The layers, those first whose grids cost most, and what has to be known to read them."""
     columns = (("only", "weight"), ("only", "activation"), ("only", "both"), ("all_but", "both"))
     layers = sorted(result["layers"], key=lambda row: -row["only"]["both"]["loss"])
     rows = [[row["name"], *(_cell(result, row, *column) for column in columns)] for row in layers]

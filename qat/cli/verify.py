@@ -122,9 +122,11 @@ def probable_cause(
 ) -> str:
     """A sentence on what is behind the differences of the first layer that differs on these images."""
     path = opened.file(runtime)
-    other = _other_weights(opened, path)
-    if other:
-        return other
+    if notes_of(path).get("state_sha256") not in (None, state_digest(opened.quantized.state_dict())):
+        return (
+            "the file is of other weights than the checkpoint: it was written before or after them; the command of the"
+            " run with resume=auto exports model.onnx again, python -m qat export any other"
+        )
     engine = RUNTIMES[runtime].engine
     in_floats = engine == "xnnpack" and not layer.beyond_ties  # XNNPACK scales the sums of products in float
     if engine and not in_floats and not _beyond(layer, runtime):
@@ -146,16 +148,6 @@ def probable_cause(
         said = "without its graph optimisation this layer is equal; try another version"
         return f"an optimisation of ONNX Runtime{fusion}: {said}"
     return "the file computes this layer otherwise; a rule or operation of your own? If not, please report it"
-
-
-def _other_weights(opened: Run, path: Path) -> str:
-    """That the file was exported from other weights than the checkpoint has; "" if it was not."""
-    if notes_of(path).get("state_sha256") in (None, state_digest(opened.quantized.state_dict())):
-        return ""
-    return (
-        "the file is of other weights than the checkpoint: it was written before or after them; the command of the run"
-        " with resume=auto exports model.onnx again, python -m qat export any other"
-    )
 
 
 class FirstBatches:

@@ -22,25 +22,24 @@ from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
 from qat.training.loop.aids import Aids, check_distillation
-from qat.training.loop.device import autocast, check_graphs, pick_device, seed_everything
+from qat.training.loop.forward import autocast, check_graphs
 from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
 from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
-from qat.training.model.building import build_model
-from qat.training.model.weights import load_float_weights
-from qat.training.ranks.group import (
+from qat.training.model import build_model, load_float_weights
+from qat.training.ranks import (
     first_rank_first,
     from_first,
     leave,
-    local_device,
+    pick_device,
     process_group,
     remember_folder,
     remembered_folder,
+    seed_everything,
 )
-from qat.training.report.board import finish
-from qat.training.run.checkpoint import about_model, check_same_config, check_same_data, load_checkpoint
+from qat.training.report.page import finish
+from qat.training.run.checkpoint import about_model, check_same_data, load_checkpoint
 from qat.training.run.dry_run import dry_run
 from qat.training.run.exit_status import exit_status
-from qat.training.run.files import write_text
 from qat.training.run.folder import (
     ANALYSIS,
     EVALUATION,
@@ -50,9 +49,11 @@ from qat.training.run.folder import (
     RESOLVED_CONFIG,
     SUMMARY,
     RunFolder,
+    check_same_config,
     goes_on,
     open_run_folder,
     read_summary,
+    write_text,
 )
 from qat.training.run.logging import CURVES, RunLog
 from qat.training.run.report import report_lines, write_summary
@@ -100,7 +101,7 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 def run(config: RunConfig, dry: bool = False) -> int:
     """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
-    device = pick_device(local_device(config.device))
+    device = pick_device(config.device)
     with process_group(device):
         if rank():
             logging.getLogger("qat").setLevel(logging.ERROR)  # rank 0 says the rest for all
@@ -109,7 +110,6 @@ def run(config: RunConfig, dry: bool = False) -> int:
 
 
 def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
-    """Check everything that can be checked early, then train in the run folder."""
     started = time.perf_counter()
     autocast(device, config.amp)  # refuses a precision that the device does not have
     check_graphs(device, config.cuda_graphs)
@@ -200,7 +200,6 @@ def run_stages(
 
 
 def _verdict(folder: Path, problem: str) -> int:
-    """The exit status of a finished run; a failed proof is the last thing that it says."""
     if problem:
         print(f"{folder / MODEL}: {problem}", file=sys.stderr)
     return 1 if problem else 0

@@ -14,7 +14,7 @@ from torch import nn
 import qat
 from qat.cli.sensitivity import suggested
 from qat.training.config.schema import RunConfig
-from qat.training.report.model_figures import sensitivity_figure
+from qat.training.report.figures import sensitivity_figure
 from tests.runs.finished_runs import OWN, TINY_MODEL, in_place
 
 Verb = Callable[..., tuple[int, str, str]]

@@ -46,25 +46,22 @@ def test_it_is_a_module_that_python_runs() -> None:
     assert shown.stdout.strip() == qat.__version__
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["verify", "nothing"], "RUN: 'nothing' does not exist (looked in '"),
-        (["verify", "images"], "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.o"),
-        (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is no .onnx or .tflite file; give the folder of"),
-        (["predict", "runs/pets", "x.png"], "IMAGE: 'x.png' does not exist (looked in '"),
-        (["verify", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of its run"),
-        (["evaluate", "runs/pets", "data.root=nowhere"], "data.root: 'nowhere/train' cannot be read"),
-        (
-            ["export", "runs/pets", "--to", "runs/pets/model.onnx"],
-            "--to: 'runs/pets/model.onnx' exists; choose another",
-        ),
-        (["export", "runs/pets", "--to", "no/model.onnx"], "--to: 'no/model.onnx': there is no folder 'no'"),
-        (["sensitivity", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of"),
-        (["compare", "runs/pets"], "RUN: one run has nothing to be compared with; name two or more"),
-        (["benchmark", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
-    ],
-)
+MISTAKES = [
+    (["verify", "nothing"], "RUN: 'nothing' does not exist (looked in '"),
+    (["verify", "images"], "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.o"),
+    (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is no .onnx or .tflite file; give the folder of"),
+    (["predict", "runs/pets", "x.png"], "IMAGE: 'x.png' does not exist (looked in '"),
+    (["verify", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of its run"),
+    (["evaluate", "runs/pets", "data.root=nowhere"], "data.root: 'nowhere/train' cannot be read"),
+    (["export", "runs/pets", "--to", "runs/pets/model.onnx"], "--to: 'runs/pets/model.onnx' exists; choose another"),
+    (["export", "runs/pets", "--to", "no/model.onnx"], "--to: 'no/model.onnx': there is no folder 'no'"),
+    (["sensitivity", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of"),
+    (["compare", "runs/pets"], "RUN: one run has nothing to be compared with; name two or more"),
+    (["benchmark", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES)
 def test_a_mistake_is_one_sentence(arguments: list[str], said: str, verb: Verb) -> None:
     status, out, err = verb(*arguments)
     assert (status, out) == (2, "")

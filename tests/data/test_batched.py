@@ -12,10 +12,9 @@ from torchvision.transforms import v2
 
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import loaders
-from qat.training.data.batched import BatchTransform, uniform
 from qat.training.data.images import ImageArray
 from qat.training.data.loaders import BatchedImages, TransformedImages, View, load_data, training_view
-from qat.training.data.transforms import Cutout, Preprocessing
+from qat.training.data.transforms import BatchTransform, Cutout, Preprocessing, uniform
 from tests.runs.tiny_training import CPU
 
 PLAIN = Preprocessing(6, 8, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -118,11 +117,13 @@ def test_an_image_depends_on_its_own_seed_alone() -> None:
 )
 def test_which_sets_are_transformed_in_batches(augment: dict[str, Any], batched: bool, monkeypatch: Any) -> None:
     made = []
-    monkeypatch.setattr(loaders, "_loader", lambda view, *args, **kwargs: made.append(type(view)))
+    monkeypatch.setattr(loaders, "Loader", lambda view, *args, **kwargs: made.append(type(view)))
     load_data(DataConfig(name="digits", augment=AugmentConfig(**augment)), 0, CPU, False)
     assert made == [BatchedImages if batched else TransformedImages, BatchedImages]
     wide = ImageArray(stored(), torch.zeros(64, dtype=torch.int64))
-    assert not BatchTransform.takes(wide, AugmentConfig(), Preprocessing(6, 7, PLAIN.mean, PLAIN.std))  # to be resized
+    assert not BatchTransform.takes(
+        wide.images, AugmentConfig(), Preprocessing(6, 7, PLAIN.mean, PLAIN.std)
+    )  # to be resized
 
 
 CUDA = torch.device("cuda")

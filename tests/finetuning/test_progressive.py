@@ -10,7 +10,7 @@ import torch
 from qat.quantizer import Quantizer
 from qat.training import script as train
 from qat.training.config.file import load_config
-from qat.training.loop.norm_statistics import EPOCH_OFFSET
+from qat.training.loop.evaluation import EPOCH_OFFSET
 from qat.training.loop.stage import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.run import stages
 

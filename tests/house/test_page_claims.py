@@ -13,7 +13,7 @@ from qat.functional import ewgs_gradient
 from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
 from qat.spec import default_spec
 from qat.training.config.schema import ModelConfig
-from qat.training.model.building import build_model
+from qat.training.model import build_model
 from tests.runs.tiny_training import user_error
 
 SIGNED, AFFINE = {"signed": True, "symmetric": True}, {"signed": False, "symmetric": False}

@@ -14,8 +14,8 @@ from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.config.stages import QATStageConfig
 from qat.training.data import loaders
 from qat.training.data.loaders import RankBatches, load_data
-from qat.training.loop.device import seed_everything
 from qat.training.loop.evaluation import evaluate
+from qat.training.ranks import seed_everything
 from tests.runs.tiny_training import CPU, curves, on_ranks, stage_run, train
 
 

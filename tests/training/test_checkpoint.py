@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from qat.training.config.schema import RunConfig
-from qat.training.model.weights import load_weights
+from qat.training.model import load_weights
 from qat.training.run.checkpoint import (
-    check_same_config,
     check_same_data,
     load_checkpoint,
     read_archive,
@@ -22,6 +21,7 @@ from qat.training.run.checkpoint import (
     save_checkpoint,
     save_float_weights,
 )
+from qat.training.run.folder import check_same_config
 from tests.runs.tiny_training import user_error
 
 
@@ -95,13 +95,13 @@ def test_a_truncated_or_flipped_checkpoint_is_damaged(tmp_path: Path) -> None:
     assert user_error(load_checkpoint, path).startswith(f"{path}: {FOREIGN}")
 
 
-@pytest.mark.parametrize(
-    ("model", "differences"),
-    [
-        (nn.Linear(3, 5), ("weight", "[2, 3]", "[5, 3]")),
-        (nn.Sequential(nn.Linear(3, 2)), ("Missing key", '"0.weight"')),
-    ],
-)
+OTHER_MODELS = [
+    (nn.Linear(3, 5), ("weight", "[2, 3]", "[5, 3]")),
+    (nn.Sequential(nn.Linear(3, 2)), ("Missing key", '"0.weight"')),
+]
+
+
+@pytest.mark.parametrize(("model", "differences"), OTHER_MODELS)
 def test_a_checkpoint_of_another_model_is_refused(model: nn.Module, differences: tuple[str, ...]) -> None:
     said = user_error(restore_model, Path("x/last.pt"), payload(nn.Linear(3, 2)), model)
     assert said.startswith("x/last.pt: the checkpoint is of another model: ") and len(said.splitlines()) == 1

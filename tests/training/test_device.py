@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from qat.training.loop.device import autocast, check_graphs, pick_device
+from qat.training.loop.forward import autocast, check_graphs
+from qat.training.ranks import pick_device
 from tests.runs.tiny_training import CPU, user_error
 
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop import norm_statistics
-from qat.training.loop.evaluation import Evaluation, evaluate
-from qat.training.loop.metrics import warnings_about
-from qat.training.loop.norm_statistics import EPOCH_OFFSET, settle_statistics
+from qat.training.loop import evaluation
+from qat.training.loop.advice import warnings_about
+from qat.training.loop.evaluation import EPOCH_OFFSET, Evaluation, evaluate, settle_statistics
 from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
 
@@ -76,18 +75,15 @@ def test_without_logits_or_images_there_is_a_sentence() -> None:
 def test_chance_level_is_the_accuracy_of_a_constant_prediction(
     top1: float, most_common: float, count: int, warned: bool
 ) -> None:
-    found = warnings_about(
-        "float", "float.lr", StageConfig(epochs=3, lr=1e9), Evaluation(top1, 1.0, count, most_common), None
-    )
+    result = Evaluation(top1, 1.0, count, most_common)
+    found = warnings_about("float", "float.lr", StageConfig(epochs=3, lr=1e9), result, None)
     luck = ", with luck up to 13.16 %" if top1 == 12.5 else ""  # point 62: it is above what one answer gives
     sentence = (
         f"float: val top1 {top1:.2f} % is at chance level: the same answer for all {count} images gives"
         f" {most_common:.2f} %{luck}; try a lower float.lr (now 1e+09) or more epochs"
     )
     assert found == ([sentence] if warned else [])
-    untrained = warnings_about(
-        "float", "float.lr", StageConfig(epochs=0), Evaluation(top1, 1.0, count, most_common), None
-    )
+    untrained = warnings_about("float", "float.lr", StageConfig(epochs=0), result, None)
     assert "try" not in "".join(untrained)
 
 
@@ -121,13 +117,20 @@ def stage(**settings: Any) -> QATStageConfig:
     return QATStageConfig(**{"epochs": 2, "lr": 0.05, "ema_decay": None, **settings})
 
 
+def settling(
+    folder: Path, model: nn.Module | None = None, batches: Any = None, mixing: Any = None, **settings: Any
+) -> Any:
+    """A stage whose statistics lag; its sample is of plain images."""
+    more = {} if batches is None else {"train": batches}
+    model = lagging() if model is None else model
+    return stage_run(folder, model, stage(**settings), sample=TinyBatches(), mixing=mixing, **more)
+
+
 @pytest.mark.parametrize("averaged", [None, 0.5])
 def test_evaluation_follows_training_where_statistics_lag(tmp_path: Path, averaged: float | None, capsys: Any) -> None:
     losses = {}
     for choice in ("never", "auto", "always"):
-        run = stage_run(
-            tmp_path / choice, lagging(), stage(bn_reestimate=choice, ema_decay=averaged), sample=TinyBatches()
-        )
+        run = settling(tmp_path / choice, bn_reestimate=choice, ema_decay=averaged)
         losses[choice] = train(run).loss
         assert ("estimated anew" in capsys.readouterr().out) is (choice != "never")
         assert losses[choice] == evaluate(run.model, run.val, CPU).loss  # what is exported is what was evaluated
@@ -135,7 +138,7 @@ def test_evaluation_follows_training_where_statistics_lag(tmp_path: Path, averag
 
 
 def test_settled_statistics_stay_to_the_bit(tmp_path: Path) -> None:
-    run = stage_run(tmp_path, lagging(), stage(), sample=TinyBatches())
+    run = settling(tmp_path)
     assert settle_statistics(run, 1)
     before = run.model.bn.running_var.clone()
     assert settle_statistics(run, 1) == "" and torch.equal(run.model.bn.running_var, before)
@@ -151,8 +154,8 @@ def test_new_statistics_have_to_be_clearly_better(
 ) -> None:
     """By 0.01, and by a twentieth of the loss: both."""
     losses = iter((before, after))
-    monkeypatch.setattr(norm_statistics, "_loss", lambda run, batches: next(losses))
-    run = stage_run(tmp_path, lagging(), stage(), sample=TinyBatches())
+    monkeypatch.setattr(evaluation, "_loss", lambda run, batches: next(losses))
+    run = settling(tmp_path)
     assert bool(settle_statistics(run, 1)) is kept
 
 
@@ -160,9 +163,9 @@ def test_new_statistics_have_to_be_clearly_better(
 def test_where_nothing_is_estimated(case: str, tmp_path: Path) -> None:
     model = lagging()
     settings = {"never": {"bn_reestimate": "never"}, "frozen": {"bn_reestimate": "always", "freeze_bn_epoch": 0}}
-    run = stage_run(
-        tmp_path, model, stage(**settings.get(case, {})), sample=None if case == "no sample" else TinyBatches()
-    )
+    run = settling(tmp_path, model, **settings.get(case, {}))
+    if case == "no sample":
+        run.sample = None
     if case == "no norm":
         model.bn = nn.Identity()
     assert settle_statistics(run, 1) == ""
@@ -170,7 +173,7 @@ def test_where_nothing_is_estimated(case: str, tmp_path: Path) -> None:
 
 
 def test_batches_of_one_image_are_left_out(tmp_path: Path) -> None:
-    run = stage_run(tmp_path, lagging(), stage(bn_reestimate="always"), train=TinyBatches(23), sample=TinyBatches())
+    run = settling(tmp_path, batches=TinyBatches(23), bn_reestimate="always")
     settle_statistics(run, 1)
     assert int(run.model.bn.num_batches_tracked) == 1
 
@@ -181,9 +184,7 @@ def test_the_statistics_are_of_training_batches_as_steps_get_them(mixed: bool, t
     train_batches = TinyBatches(6)
     train_batches.images = train_batches.images * 3 + 1
     mixing = (lambda images, labels: (images * torch.rand(()), labels)) if mixed else None
-    run = stage_run(
-        tmp_path, lagging(), stage(bn_reestimate="always"), train=train_batches, sample=TinyBatches(), mixing=mixing
-    )
+    run = settling(tmp_path, batches=train_batches, mixing=mixing, bn_reestimate="always")
     run.epochs_before = 4
     before = torch.get_rng_state()
     settle_statistics(run, 1)
@@ -199,6 +200,5 @@ def test_the_statistics_are_of_training_batches_as_steps_get_them(mixed: bool, t
 
 def test_without_training_only_always_touches_the_statistics(tmp_path: Path, capsys: Any) -> None:
     for choice in ("auto", "always"):
-        run = stage_run(tmp_path, lagging(), stage(epochs=0, bn_reestimate=choice), sample=TinyBatches())
-        train(run)
+        train(settling(tmp_path, epochs=0, bn_reestimate=choice))
         assert ("qat: statistics of 1 BatchNorms" in capsys.readouterr().out) is (choice == "always")

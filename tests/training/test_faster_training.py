@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.training.config.stages import QATStageConfig
-from qat.training.loop.faster import as_tried
-from qat.training.loop.graphs import EvaluationGraph, TrainingGraphs
+from qat.training.loop.forward import EvaluationGraph, TrainingGraphs, as_tried
 from qat.training.loop.stage import StageRun
 from tests.runs.tiny_training import curves, tiny_model
 from tests.training.test_engine import stage_run, train

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qat.training.config.stages import ModelConfig
-from qat.training.model.building import build_model
+from qat.training.model import build_model
 from tests.runs.tiny_training import user_error
 
 OWN_NETS = """\
@@ -136,7 +136,7 @@ def described(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
 def test_without_weights_the_same_layers_are_built(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = ModelConfig(name=name, weights="IMAGENET1K_SWAG_E2E_V1" if name == "vit_b_16" else "DEFAULT")
     with monkeypatch.context() as patch:
-        patch.setattr("qat.training.model.building._fetch", lambda *_: None)
+        patch.setattr("qat.training.model._fetch", lambda *_: None)
         patch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: {})
         patch.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
         expected = build_model(config, 10)
@@ -165,26 +165,22 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
     assert sys.path == before
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "fact"),
-    [
-        (
-            "own_net:net",
-            {},
-            "no module 'own_net', neither in the current folder '{folder}' nor on PYTHONPATH nor installed",
-        ),
-        ("own_nets:nett", {}, "'own_nets' has no 'nett'; did you mean 'net'?"),
-        ("own_nets:WIDTH", {}, "is int; it must be callable"),
-        ("own_nets:broken", {}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
-        (
-            "own_nets:net",
-            {"kwargs": {"depth": 1}},
-            "failed (TypeError: net() got an unexpected keyword argument 'depth'",
-        ),
-        ("own_nets:fixed", {"num_classes": 10}, "model.num_classes: 10 has no effect"),
-        ("own_nets:net", {"weights": "DEFAULT"}, "model.weights: 'DEFAULT' has no effect with 'own_nets:net'"),
-    ],
-)
+OWN_MISTAKES = [
+    (
+        "own_net:net",
+        {},
+        "no module 'own_net', neither in the current folder '{folder}' nor on PYTHONPATH nor installed",
+    ),
+    ("own_nets:nett", {}, "'own_nets' has no 'nett'; did you mean 'net'?"),
+    ("own_nets:WIDTH", {}, "is int; it must be callable"),
+    ("own_nets:broken", {}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
+    ("own_nets:net", {"kwargs": {"depth": 1}}, "failed (TypeError: net() got an unexpected keyword argument 'depth'"),
+    ("own_nets:fixed", {"num_classes": 10}, "model.num_classes: 10 has no effect"),
+    ("own_nets:net", {"weights": "DEFAULT"}, "model.weights: 'DEFAULT' has no effect with 'own_nets:net'"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "fact"), OWN_MISTAKES)
 def test_own_models_that_do_not_work(module: Path, name: str, fields: dict[str, Any], fact: str) -> None:
     said = refusal(name=name, **fields)
     assert fact.format(folder=module.parent) in said and said.startswith("model.") and len(said.splitlines()) == 1

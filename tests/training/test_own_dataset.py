@@ -74,23 +74,20 @@ def test_a_mistake_is_one_sentence(
 IMAGES, LABELS = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1, 0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"train": IMAGES}, "train must be an ImageArray or an ImageFiles, got Tensor"),
-        (
-            {"val": ImageArray(IMAGES.expand(4, 4, 8, 8), LABELS)},
-            "val: images must be a uint8 tensor (N, 1 or 3, H, W), got Tensor torch.uint8 (4, 4, 8, 8)",
-        ),
-        ({"classes": ["dark"]}, "train: labels go from 0 to 1, but classes has length 1"),
-        (
-            {"val": ImageArray(IMAGES, LABELS[:2])},
-            "val: labels must be an int64 tensor (4,), got Tensor torch.int64 (2,)",
-        ),
-        ({"mean": (0.5,)}, "mean and std must be 3 numbers, std > 0, got (0.5,) and (0.5, 0.5, 0.5)"),
-        ({"val": ImageArray(IMAGES[:0], LABELS[:0])}, "val has no images"),
-    ],
-)
+OTHER_FORMS = [
+    ({"train": IMAGES}, "train must be an ImageArray or an ImageFiles, got Tensor"),
+    (
+        {"val": ImageArray(IMAGES.expand(4, 4, 8, 8), LABELS)},
+        "val: images must be a uint8 tensor (N, 1 or 3, H, W), got Tensor torch.uint8 (4, 4, 8, 8)",
+    ),
+    ({"classes": ["dark"]}, "train: labels go from 0 to 1, but classes has length 1"),
+    ({"val": ImageArray(IMAGES, LABELS[:2])}, "val: labels must be an int64 tensor (4,), got Tensor torch.int64 (2,)"),
+    ({"mean": (0.5,)}, "mean and std must be 3 numbers, std > 0, got (0.5,) and (0.5, 0.5, 0.5)"),
+    ({"val": ImageArray(IMAGES[:0], LABELS[:0])}, "val has no images"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), OTHER_FORMS)
 def test_images_and_labels_of_another_form_are_refused(changes: dict[str, Any], problem: str) -> None:
     split = ImageArray(IMAGES, LABELS)
     with pytest.raises(TypeError if "must be an ImageArray" in problem else ValueError) as raised:

@@ -1,5 +1,6 @@
 """A run's proof on either kind of processor: both rows, the sentences, and the layers that may saturate."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,8 +12,8 @@ from qat.export.onnxruntime import default_session
 from qat.kernels.cpu import onednn, processor
 from qat.training.config.schema import RunConfig
 from qat.training.run import proof as proof_module
-from qat.training.run.proof import Proof
-from qat.training.run.report import onnx_results, report_lines, session_results, write_summary
+from qat.training.run.proof import Proof, onnx_results, session_results
+from qat.training.run.report import report_lines, write_summary
 from tests.runs.tiny_training import user_error
 from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 
@@ -62,13 +63,18 @@ def test_a_processor_without_exact_products_is_a_sentence(monkeypatch: pytest.Mo
     assert said.startswith("model.onnx: ONNX Runtime ") and said.endswith("without the proof")
 
 
+def proven(agreement: float = 1.0, layers: Any = (), operators: Any = None, saturation: Any = (), **more: Any) -> Proof:
+    """The proof of a file with such a share of equal predictions."""
+    found = Verification(more.pop("samples", 4), agreement, None, None, more.pop("gap", 0.0))
+    results = onnx_results(found, list(layers), operators or {}, 1, list(saturation))
+    return Proof(results, list(layers), list(saturation), **more)
+
+
 def test_the_summary_is_json_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        write_summary(
-            tmp_path / "summary.json", RunConfig(), {"versions": {}}, {"qat": {"loss": float("nan")}}, 1.0, ""
-        )
+        write_summary(tmp_path / "summary.json", RunConfig(), {"versions": {}}, {"qat": {"loss": math.nan}}, 1.0, "")
     assert list(tmp_path.iterdir()) == []
-    found = session_results(Verification(4, 0.0, None, None, float("nan")), [])
+    found = session_results(Verification(4, 0.0, None, None, math.nan), [])
     assert found["max_logit_difference"] is None and found["top1"] is None
 
 
@@ -84,23 +90,20 @@ DIFFER = (
         (1.0, 1, []),
         (0.995, 1, []),
         (0.9949, 0, [DIFFER.format("99.49")]),
-        (float("nan"), 0, [DIFFER.format("nan")]),
+        (math.nan, 0, [DIFFER.format("nan")]),
         (1.0, 2, ["its integers differ by more than one level in 1 layer (a first)"]),
     ],
 )
 def test_too_little_agreement_or_too_large_differences_are_problems(
     agreement: float, largest: int, problems: list[str]
 ) -> None:
-    layers = [LayerDifference("a", 10, 1, largest)]
-    results = onnx_results(Verification(4, agreement, None, None, 0.0), layers, {}, 1, [])
-    assert Proof(results, layers, []).problems() == problems
+    assert proven(agreement, [LayerDifference("a", 10, 1, largest)]).problems() == problems
 
 
 @pytest.mark.parametrize(("unexplained", "holds"), [(0, True), (1, True), (2, False)])
 def test_predictions_that_near_ties_explain_are_a_warning(unexplained: int, holds: bool) -> None:
     differences = Differences(286, 7, unexplained, [LayerDifference("a", 10, 1, 1), LayerDifference("b", 10, 3, 1)])
-    results = onnx_results(Verification(286, 1 - 7 / 286, None, None, 0.08), [], {}, 1, [])
-    proof = Proof(results, [], [], differences)
+    proof = proven(1 - 7 / 286, samples=286, gap=0.08, differences=differences)
     warnings = [
         "onnx: 7 of 286 predictions are not the torch model's, because of near-ties: in their batches 4 of 20"
         " integers (most in b) were rounded to the neighbour, and torch goes on from them to the same answers (largest"
@@ -111,9 +114,8 @@ def test_predictions_that_near_ties_explain_are_a_warning(unexplained: int, hold
 
 
 def test_a_collapsed_grid_is_named() -> None:
-    results = onnx_results(Verification(4, 1.0, None, None, 0.0), [], {}, 1, [])
     layers = [LayerDifference("a", 10, 1, 2), LayerDifference("b", 10, 1, 3)]
-    assert Proof(results, layers, [], collapsed=frozenset({"b", "c"})).problem() == (
+    assert proven(layers=layers, collapsed=frozenset({"b", "c"})).problem() == (
         "its integers differ by more than one level in 2 layers (a first) and the grid of b collapsed: its scale rests"
         " on its floor, where float32 rounding of large values is more than a level (a lower qat.lr keeps it, or a"
         " better float model); do not deploy it: docs/run_folder.md says what now (Exit status 1)"
@@ -121,16 +123,13 @@ def test_a_collapsed_grid_is_named() -> None:
 
 
 def test_a_layer_in_float_is_named() -> None:
-    saturation = [Saturation("a", (40_000, 3))]
-    results = onnx_results(Verification(4, 1.0, None, None, 0.0), [], {"Conv": 2, "QGemm": 1}, 1, saturation)
-    proof = Proof(results, [], saturation)
+    proof = proven(operators={"Conv": 2, "QGemm": 1}, saturation=[Saturation("a", (40_000, 3))])
     assert proof.sentences() == [
         "ONNX Runtime: 100.00 % equal predictions; 0 of 0 integers differ over 0 layers",
         "ONNX Runtime computes these in float: 2 Conv; layers.txt says which layers stay float",
     ]
     assert proof.saturation_table().splitlines()[-1].split() == ["a", "2", "1", "40,000"]
-    exact = Proof(onnx_results(Verification(4, 1.0, None, None, 0.0), [], {}, 1, []), [], [])
-    assert exact.saturation_table().startswith("sums of two products fit 16 bits in every layer: exact on x86")
+    assert proven().saturation_table().startswith("sums of two products fit 16 bits in every layer: exact on x86")
 
 
 def test_the_table_says_what_it_is_worth() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from qat.training.run.files import LOCK, RunLock, check_folder, write_text
+from qat.training.run.folder import LOCK, RunLock, check_folder, write_text
 from tests.runs.tiny_training import user_error
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from qat.training.run.files import RunLock
+from qat.training.run.folder import RunLock
 lock = RunLock(Path(sys.argv[1]))
 child = os.fork() if "fork" in sys.argv else 1
 if child == 0:

@@ -76,13 +76,10 @@ def run(model: str, *arguments: str) -> int:
     return start("run_dir=run", f"model.name=manymodels:{model}", *arguments)
 
 
-@pytest.mark.parametrize(
-    ("model", "arguments"),
-    [
-        ("Padded", ["data.image_size=18", "quantization.first_bits=6", "quantization.last_bits=6"]),
-        ("vit", []),
-    ],
-)
+SIZED = [("Padded", ["data.image_size=18", "quantization.first_bits=6", "quantization.last_bits=6"]), ("vit", [])]
+
+
+@pytest.mark.parametrize(("model", "arguments"), SIZED)
 def test_models_that_depend_on_the_image_size(folder: Path, model: str, arguments: list[str]) -> None:
     assert run(model, *arguments) == 0
     found = summary(folder / "run")

@@ -1,4 +1,8 @@
-"""Reads a config file and `key.path=value` overrides into a checked `RunConfig`, and writes one as YAML."""
+"""Reading a config file and `key.path=value` overrides into a checked `RunConfig`, and writing one.
+
+The YAML is PyYAML's safe subset without the traps of YAML 1.1: `1e-3` is a number, only `true` and `false` are booleans
+(`off` and `no` are text), `010` and `1:30` are text, and a duplicate key is an error.
+"""
 
 import json
 import os
@@ -7,20 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import ValidationError
 
 from qat.quantizer.training import FEW
-from qat.text import did_you_mean
+from qat.text import did_you_mean, first_line
 from qat.training.config.schema import OverrideConfig, RunConfig
 from qat.training.config.stages import Section
-from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError, problems_of
 
 NULLS = "null leaves a choice to the target, the data set or the model; layers.txt shows every layer's grid"
 """The first line of a written config."""
-
-Location = tuple[str | int, ...]
-"""The path to a value: keys of sections and indices of lists, from the top."""
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -49,7 +50,8 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
 
 def dump_config(config: RunConfig) -> str:
     """Write the config with all defaults filled in, as YAML that `load_config` reads back to an equal config."""
-    return f"# {NULLS}\n{dump_yaml(config.model_dump())}"
+    text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return f"# {NULLS}\n{text}"
 
 
 def _find(path: str, config_folder: Path | None) -> Path:
@@ -63,16 +65,14 @@ def _find(path: str, config_folder: Path | None) -> Path:
             if os.path.exists(file) and not os.path.isdir(file):  # os.path: False, no error, without permission
                 return file
     places = " and ".join(str(folder.absolute()) for folder in folders)
-    existing = {} if config_folder is None else {file.stem: file.name for file in _configs_in(config_folder)}
-    existing |= {file.stem: str(file) for file in _configs_in(given.parent)}
+    existing = {}
+    for folder in filter(None, (config_folder, given.parent)):
+        for file in (each for suffix in _SUFFIXES for each in folder.glob(f"*{suffix}")):
+            existing[file.stem] = file.name if folder is config_folder else str(file)
     wanted = given.stem if given.suffix in _SUFFIXES else given.name
     listed = f"there are: {', '.join(sorted(existing.values()))}" if existing else "no config lies there"
     hint = did_you_mean(wanted, existing, count=3, shown=existing.__getitem__) or listed
     raise UserError(f"config {path!r}: not found in {places}; {hint}")
-
-
-def _configs_in(folder: Path) -> list[Path]:
-    return [file for suffix in _SUFFIXES for file in folder.glob(f"*{suffix}")]
 
 
 def _read(file: Path) -> str:
@@ -86,7 +86,6 @@ def _read(file: Path) -> str:
 
 
 def _apply(tree: dict[str, Any], typed: str) -> None:
-    """Apply an override to the tree."""
     key, separator, text = typed.partition("=")
     path = _steps(key.strip())
     if not separator or not all(path):
@@ -101,20 +100,18 @@ def _apply(tree: dict[str, Any], typed: str) -> None:
     node[path[-1]] = parse_yaml(text)
 
 
-def _steps(key: str) -> tuple[str, ...]:
-    """Split `qat.lr` into its keys. A layer pattern keeps its dots: (quantization, overrides, layer1.0, skip)."""
+def _steps(key: str) -> list[str]:
+    # `qat.lr` into its keys. A layer pattern keeps its dots: quantization, overrides, layer1.0, skip.
     parts = key.split(".")
     if parts[:2] == ["quantization", "overrides"]:
         end = next((i for i in range(3, len(parts)) if parts[i] in OverrideConfig.model_fields), len(parts))
         parts[2:end] = [".".join(parts[2:end])] if len(parts) > 2 else []
-    return tuple(parts)
+    return parts
 
 
 TENSORS = ("weight", "activation")
 
-SGD_RATE = 0.01
-
-ADAMW_RATE = 5e-4
+SGD_RATE, ADAMW_RATE = 0.01, 5e-4
 """AdamW's at 4 bits: twice that for every bit less, since weights have further to go from one level to the next."""
 
 
@@ -154,7 +151,6 @@ def rate(optimizer: Any, bits: int) -> float:
 
 
 def _with_rate(stage: Any, optimizer: Any, bits: dict[str, int]) -> Any:
-    """A stage of `qat.progressive` with a rate for its own bits; those of the run where it leaves them out."""
     if not isinstance(stage, dict) or not stage:  # an empty one is refused
         return stage
     common = _whole(stage.get("bits"))
@@ -163,10 +159,14 @@ def _with_rate(stage: Any, optimizer: Any, bits: dict[str, int]) -> Any:
 
 
 def _bits(grids: Any, default: dict[str, int]) -> dict[str, int]:
-    """The bits of weights and of activations."""
-    specs = {tensor: grids.get(tensor) if isinstance(grids, dict) else None for tensor in TENSORS}
-    given = {tensor: _whole(spec.get("bits")) if isinstance(spec, dict) else None for tensor, spec in specs.items()}
+    specs = {tensor: _section(grids).get(tensor) for tensor in TENSORS}
+    given = {tensor: _whole(_section(spec).get("bits")) for tensor, spec in specs.items()}
     return {tensor: default[tensor] if bits is None else bits for tensor, bits in given.items()}
+
+
+# The config is not yet checked: a section or a number may be anything.
+def _section(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _whole(value: Any) -> int | None:
@@ -215,14 +215,13 @@ def as_text(value: Any) -> str:
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, perhaps in a list or by names, or null."""
     inner = get_args(annotation)
     if inner:
         return next(filter(None, map(_section_in, inner)), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
-def _key_hint(location: Location) -> str:
+def _key_hint(location: Sequence[str | int]) -> str:
     keys, key = keys_at(location[:-1]), str(location[-1])
     # For `epochs=3` at the top level, the key is right and its section is missing.
     inside = [f"{name}.{key}" for name in keys if len(location) == 1 and key in keys_at([name])]
@@ -244,3 +243,100 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
+
+
+LARGEST = 1_000_000
+"""Most characters of a config. Aliases count expanded: a few lines of them can expand to more than all memory."""
+
+_PREFIX = "tag:yaml.org,2002:"
+_DIGITS = "0123456789"
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
+# Python refuses decimal integers of more than 4300 digits, so long ones stay text.
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,999})$")
+
+# (tag, pattern of a plain word, its possible first characters); everything else is text
+_KINDS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
+    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", _INT, list("-+" + _DIGITS)),
+    ("float", _FLOAT, list("-+." + _DIGITS)),
+    ("null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("merge", re.compile(r"<<$"), ["<"]),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Read one YAML document; None if it is empty. A UserError has a sentence for each problem."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is not None and _size(node, {}) > LARGEST:
+            raise UserError(f"it is longer than {LARGEST:,} characters, aliases (*) written out")
+        value = None if node is None else loader.construct_document(node)
+        if loader.problems:
+            raise UserError(*loader.problems)
+        # The way through JSON makes copies of aliased mappings, so that a change to one leaves the others alone. It
+        # also finds mappings that contain themselves.
+        return json.loads(json.dumps(value))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UserError(f"{where}not valid YAML: {reason}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not a config: {first_line(error)}") from None
+
+
+def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    if isinstance(node, yaml.ScalarNode):
+        return 1 + len(node.value)
+    if id(node) not in sizes:
+        sizes[id(node)] = 0  # ends the recursion of a node that contains itself, which is reported elsewhere
+        parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's way: a class attribute, filled below)
+    yaml_constructors = {
+        _PREFIX + kind: yaml.SafeLoader.yaml_constructors[_PREFIX + kind]
+        for kind in ("null", "bool", "float", "str", "seq", "map")
+    } | {None: yaml.SafeLoader.yaml_constructors[None]}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.problems: list[str] = []
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        assert node is not None
+        # The keys are checked here, because in construct_mapping merging (`<<`) may add keys that are already there.
+        first_lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a single word", key.start_mark)
+            line = key.start_mark.line + 1
+            if key.tag not in (_PREFIX + "str", _PREFIX + "merge"):
+                self.problems.append(f"line {line}: the key {key.value} is not text; write it in quotes")
+                key.tag = _PREFIX + "str"
+            if key.value in first_lines:
+                first = first_lines[key.value]
+                self.problems.append(f"line {line}: {key.value!r} is already set on line {first}; keep one of them")
+            first_lines.setdefault(key.value, line)
+        return node
+
+    def construct_int(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node).replace("_", ""))
+
+
+class _Dumper(yaml.SafeDumper):  # it also quotes text which only `_Loader` reads as a number, such as '1e-3'
+    pass
+
+
+for _tag, _pattern, _first in _KINDS:
+    _Loader.add_implicit_resolver(_PREFIX + _tag, _pattern, _first)
+_Loader.add_constructor(_PREFIX + "int", _Loader.construct_int)
+_Dumper.add_implicit_resolver(_PREFIX + "float", _FLOAT, list("-+." + _DIGITS))

@@ -82,7 +82,6 @@ def _import_callable(key: str, name: str) -> Callable[..., Any]:
 
 
 def _import_module(name: str, key: str) -> ModuleType:
-    """Import `package.module`, which a config names under the key."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # user code may raise anything

@@ -59,7 +59,7 @@ def seeded_generator(seed: int, purpose: str, epoch: int = 0) -> torch.Generator
 
 
 def _digits(config: DataConfig, seed: int) -> Dataset:
-    """Return the bundled digits in a fixed split: every fifth image of each class is for validation (see digits.md)."""
+    # A fixed split: every fifth image of each class is for validation (see digits.md).
     images, labels = read_digits()
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True
@@ -104,7 +104,6 @@ _TORCHVISION: dict[str, tuple[str, Channels, Channels]] = {
 
 
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
-    """Read a set from torchvision's files; download them first if the config says so."""
     from torchvision import datasets  # late, since it takes seconds
 
     reader, mean, std = _TORCHVISION[config.name]
@@ -121,9 +120,11 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
         return Dataset(train, val, list(splits[0].classes), mean, std)
 
 
+_NPZ_ARRAYS = ("x_train", "y_train", "x_val", "y_val")
+
+
 def _npz(config: DataConfig, seed: int) -> Dataset:
-    """x_train, x_val: uint8 images (N, H, W), (N, H, W, 1) or (N, H, W, 3); y_train, y_val: integer labels (N,); and
-    classes, their names; without these, the numbers up to the largest label in y_train."""
+    # Images are uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3); without names of classes, they are numbers.
     path = _root(config)
     where = f"data.root: '{path}'"
     if not path.is_file():
@@ -142,11 +143,7 @@ def _npz(config: DataConfig, seed: int) -> Dataset:
         return Dataset(train, val, arrays.get("classes", numbers).astype(str).tolist())
 
 
-_NPZ_ARRAYS = ("x_train", "y_train", "x_val", "y_val")
-
-
 def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
-    """Images (N, H, W) or (N, H, W, C), and labels, without copying the images."""
     if images.ndim not in (3, 4) or labels.dtype.kind not in "iu":
         raise ValueError(
             f"images must be (N, H, W) or (N, H, W, C) and labels integers, got {images.shape} and {labels.dtype}"
@@ -200,15 +197,14 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
-    """List a split's images by class, then by folder and name."""
     files = [_files_below(folder / name) for name in classes]
     found = [[path for path in paths if path.lower().endswith(EXTENSIONS)] for paths in files]
-    beside = [each.name for each in os.scandir(folder) if each.is_file() and each.name[0] != "."]
     others = [path for paths in files for path in paths if not path.lower().endswith(EXTENSIONS)]
+    others += [each.name for each in os.scandir(folder) if each.is_file() and each.name[0] != "."]
     kinds = " ".join(EXTENSIONS)
     if empty := [name for name, paths in zip(classes, found, strict=True) if not paths]:
         raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
-    if counts := Counter(sorted(os.path.splitext(path)[1].lower() for path in others + beside)):
+    if counts := Counter(sorted(os.path.splitext(path)[1].lower() for path in others)):
         left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common(5))
         logger.info("data: '%s': files that are not read: %s; images lie in class folders, as %s", folder, left, kinds)
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))

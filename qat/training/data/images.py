@@ -114,10 +114,8 @@ def _check_split(where: str, split: Images, classes: int) -> None:
         fits = getattr(content, "dtype", None) is torch.uint8 and len(shape) == 4 and shape[1] in (1, 3)
         form = "images must be a uint8 tensor (N, 1 or 3, H, W)"
     else:
-        fits, form = (
-            isinstance(content, np.ndarray) and content.dtype.kind == "S",
-            "paths must be an array of bytes (N,)",
-        )
+        fits = isinstance(content, np.ndarray) and content.dtype.kind == "S"
+        form = "paths must be an array of bytes (N,)"
     if not fits:
         raise ValueError(f"{where}: {form}, got {_described(content)}")
     count, labels = len(content), split.labels
@@ -195,7 +193,6 @@ class InputTransform:
             raise ValueError(f"transform: {error}") from None
 
     def _as_stored(self, picture: GivenPicture) -> Picture:
-        """The picture as the data set had it: as a PIL image from a file, or as a tensor from a set in memory."""
         from_files = self.preprocessing.resized_by == "pillow"
         if isinstance(picture, Image.Image | str | os.PathLike):
             image = as_rgb(picture, "the image") if isinstance(picture, Image.Image) else read_picture(picture)
@@ -211,7 +208,6 @@ class InputTransform:
 
 
 def _channels_first(picture: "np.ndarray | Tensor") -> Tensor:
-    """A uint8 array (H, W) or (H, W, 1 or 3), or a uint8 tensor (1 or 3, H, W), as such a tensor on the CPU."""
     pixels = torch.tensor(picture) if isinstance(picture, np.ndarray) else picture.cpu()
     if isinstance(picture, np.ndarray):
         pixels = pixels[None] if pixels.dim() == 2 else pixels.movedim(-1, 0)
@@ -224,7 +220,6 @@ def _channels_first(picture: "np.ndarray | Tensor") -> Tensor:
 
 
 def _reason(error: Exception) -> str:
-    """Describe in a few words what is wrong with a file, without its path."""
     if isinstance(error, UnidentifiedImageError):
         return "no known format"
     if isinstance(error, OSError) and error.strerror:

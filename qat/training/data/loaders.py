@@ -18,12 +18,17 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from qat.collectives import rank, rank_count
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
-from qat.training.data.batched import BatchTransform
 from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
-from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
+from qat.training.data.transforms import (
+    BatchTransform,
+    Preprocessing,
+    Transform,
+    resized_up_front,
+    train_transform,
+)
 from qat.training.errors import UserError
-from qat.training.ranks.group import ranks_here
+from qat.training.ranks import ranks_here
 
 logger = logging.getLogger("qat")
 
@@ -36,9 +41,7 @@ class TransformedImages(Dataset[Sample]):
     """A split's images as the model's inputs; `random` transforms draw from torch's global CPU generator."""
 
     def __init__(self, images: Images, transform: Transform, random: bool) -> None:
-        self.images = images
-        self.transform = transform
-        self.random = random
+        self.images, self.transform, self.random = images, transform, random
 
     def __len__(self) -> int:
         return len(self.images.labels)
@@ -64,8 +67,7 @@ class BatchedImages(Dataset[Batch]):
     """A split's images in memory as the model's inputs, a whole batch at once, on the device where the images are."""
 
     def __init__(self, images: ImageArray, transform: BatchTransform) -> None:
-        self.images = images
-        self.transform = transform
+        self.images, self.transform = images, transform
 
     def __len__(self) -> int:
         return len(self.images.labels)
@@ -96,26 +98,27 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
     if size > MOST_OF_A_DEVICE * free:
         logger.warning(
             "data: %.1f GB of training images stay in host memory, since %s has %.1f GB free and they may take %.0f %%",
-            size / 1e9, device, free / 1e9, 100 * MOST_OF_A_DEVICE,
-        )  # fmt: skip
+            size / 1e9,
+            device,
+            free / 1e9,
+            100 * MOST_OF_A_DEVICE,
+        )
         return view
     return BatchedImages(view.images.to(device), view.transform)
 
 
 def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
     """The images of a split where they are, in batches if their augmentation can be."""
-    if isinstance(images, ImageArray) and BatchTransform.takes(images, augment, plain):
+    if isinstance(images, ImageArray) and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
-    return TransformedImages(images, train_transform(augment, plain), is_random(augment))
+    return TransformedImages(images, train_transform(augment, plain), random=any(augment.model_dump().values()))
 
 
 class EpochOrder(Sampler[SampleKey]):
     """(index, augmentation seed) for each image: of given indices, or of a number in a new random order every epoch."""
 
     def __init__(self, indices: Sequence[int] | int, seed: int = 0) -> None:
-        self.indices = indices
-        self.seed = seed
-        self.epoch = 0
+        self.indices, self.seed, self.epoch = indices, seed, 0
 
     def __len__(self) -> int:
         return self.indices if isinstance(self.indices, int) else len(self.indices)
@@ -157,12 +160,34 @@ class RankBatches(Sampler[list[SampleKey]]):
 
 
 class Loader:
-    """Batches of images (N, 3, H, W) and labels (N,), each rank's share of them; UserError if one cannot be read."""
+    """Batches of images (N, 3, H, W) and labels (N,), each rank's share of them; UserError if one cannot be read.
 
-    def __init__(self, batches: DataLoader[Batch], order: EpochOrder, shares: RankBatches) -> None:
-        self._batches = batches
-        self._order = order
-        self._shares = shares
+    `RankBatches` says what `whole` and `alone` are.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        order: EpochOrder,
+        batch_size: int,
+        *,
+        workers: int,
+        pinned: bool,
+        channels_last: bool,
+        whole: bool = False,
+        alone: bool = False,
+        persistent: bool = True,
+    ) -> None:
+        self._order, self._shares = order, RankBatches(order, batch_size, whole, alone)
+        self._batches: DataLoader[Batch] = DataLoader(
+            view,
+            batch_sampler=self._shares,
+            num_workers=workers,
+            collate_fn=partial(_collate, channels_last=channels_last),
+            pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
+            persistent_workers=persistent and workers > 0,
+            generator=torch.Generator(),  # otherwise each epoch would draw from the global generator
+        )
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
         """Choose the epoch (0 is the first), and its first batch, of the order and augmentation in use from now on."""
@@ -214,13 +239,13 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         split: {"images": len(images.labels), "digest": images.digest()}
         for split, images in (("train", train), ("val", val))
     }
-    val = _prepared(val, preprocessing.resize_size)
+    val = _resized(val, preprocessing.resize_size)
     if not config.augment.random_resized_crop:
-        train = _prepared(train, preprocessing.resize_size)
+        train = _resized(train, preprocessing.resize_size)
     train_view = training_view(train, config, preprocessing, device)
     val_view, calibration_view = (plain_view(images, AugmentConfig(), preprocessing) for images in (val, train))
     workers = _default_workers(train) if config.workers is None else config.workers
-    make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
+    make = partial(Loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
 
     def calibration(batches: int, alone: bool = False) -> Loader:
@@ -239,7 +264,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
 
 def _limited(images: Images, limit: int | None, split: str) -> Images:
-    """Return a random choice of `limit` images; it is the same for every seed, so that runs can be compared."""
+    # A random choice, the same for every seed, so that runs can be compared.
     count = len(images.labels)
     if limit is None:
         return images
@@ -250,7 +275,7 @@ def _limited(images: Images, limit: int | None, split: str) -> Images:
     return images.subset(chosen.sort().values)
 
 
-def _prepared(images: Images, resize_size: int) -> Images:
+def _resized(images: Images, resize_size: int) -> Images:
     if not isinstance(images, ImageArray):
         return images
     return ImageArray(resized_up_front(images.images, resize_size), images.labels)
@@ -261,32 +286,6 @@ def _default_workers(images: Images) -> int:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(1, cores // ranks_here()))
-
-
-def _loader(
-    view: View,
-    order: EpochOrder,
-    batch_size: int,
-    *,
-    workers: int,
-    pinned: bool,
-    channels_last: bool,
-    whole: bool = False,
-    alone: bool = False,
-    persistent: bool = True,
-) -> Loader:
-    """Make a loader; `RankBatches` says what `whole` and `alone` are."""
-    shares = RankBatches(order, batch_size, whole, alone)
-    batches: DataLoader[Batch] = DataLoader(
-        view,
-        batch_sampler=shares,
-        num_workers=workers,
-        collate_fn=partial(_collate, channels_last=channels_last),
-        pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
-        persistent_workers=persistent and workers > 0,
-        generator=torch.Generator(),  # otherwise each epoch would draw from the global generator
-    )
-    return Loader(batches, order, shares)
 
 
 def _collate(samples: list[Sample] | Batch, channels_last: bool) -> Batch:

@@ -1,15 +1,23 @@
-"""What a stage says of its settings that change nothing."""
+"""What a stage says of settings that change nothing, and of results that are no better than before."""
+
+import math
 
 from qat.batch_norm import batch_norms
 from qat.collectives import rank_count
 from qat.quantizer import Quantizer
 from qat.quantizer.training import weight_bits
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop.metrics import too_slow
+from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import StageRun, key_of
 
 OF_ANY_LENGTH = ("epochs", "optimizer", "lr", "schedule", "progressive", "bn_reestimate")
 """Settings that a stage without epochs may have: they are set by bits, or have an effect there."""
+
+SIGMAS = 2.0
+"""Differences count from this many standard deviations on, given the size of the validation split."""
+
+START_LEFT = 0.5
+"""From this share of the start on, which is decay ** steps, averaged weights are those of no training."""
 
 
 def without_effect(run: StageRun) -> list[str]:
@@ -45,7 +53,6 @@ def without_effect(run: StageRun) -> list[str]:
 
 
 def _of_optimizers(run: StageRun, stage: QATStageConfig, key: str) -> list[str]:
-    """Rates and decays of parameters that the model does not have."""
     found, quantizers = [], [each for each in run.model.modules() if isinstance(each, Quantizer)]
     if not any(parameter.requires_grad for each in quantizers for parameter in each.parameters()):
         keys = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay", "quantizer_optimizer")
@@ -57,7 +64,6 @@ def _of_optimizers(run: StageRun, stage: QATStageConfig, key: str) -> list[str]:
 
 
 def _of_the_whole_run(run: StageRun) -> list[str]:
-    """What `quantization` and `export` say in vain; the last stage has the model that they are about."""
     if run.name != "qat":
         return []
     found, export, bits = [], run.config.export, run.config.quantization.residual_bits
@@ -72,7 +78,6 @@ def _of_the_whole_run(run: StageRun) -> list[str]:
 
 
 def _untrained(stage: StageConfig, key: str) -> list[str]:
-    """The settings of a stage that trains nothing, in one sentence."""
     usual = type(stage)()
     named = [
         f"{key}.{name}" for name in type(stage).model_fields
@@ -82,3 +87,37 @@ def _untrained(stage: StageConfig, key: str) -> list[str]:
         return []  # the stages before it use them
     have = "has" if len(named) == 1 else "have"
     return [f"{', '.join(named)} {have} no effect: {key}.epochs is 0"] if named else []
+
+
+def too_slow(run: StageRun) -> list[str]:
+    """That averaged weights are still those of the start, if they are."""
+    decay, steps = run.stage.ema_decay, run.stage.epochs * run.steps_per_epoch
+    if decay is None or steps == 0 or decay**steps <= START_LEFT:
+        return []
+    return [
+        f"ema_decay: {decay:g} is slow for the {steps} steps of this stage: its averages are {100 * decay**steps:.0f} %"
+        f" what the stage starts from; try {1 - 10 / max(steps, 20):.2g}"
+    ]
+
+
+def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
+    """A warning if a result is at chance level, the same answer for all, or worse than `start`, the top1 before it."""
+    advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
+    found = f"{name}: val top1 {evaluation.top1:.2f} %"
+    chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
+    if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
+        luck = f", with luck up to {chance:.2f} %" * (evaluation.top1 > evaluation.most_common)
+        return [
+            f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
+            f" {evaluation.most_common:.2f} %{luck}{advice}"
+        ]
+    if start is not None:
+        both = (start + evaluation.top1) / 2
+        if evaluation.top1 < start - math.sqrt(2) * _deviation(both, evaluation.count):
+            return [f"{found} is below the {start:.2f} % that it started from{advice}"]
+    return []
+
+
+def _deviation(percent: float, count: int) -> float:
+    share = percent / 100
+    return 100 * SIGMAS * math.sqrt(share * (1 - share) / count)

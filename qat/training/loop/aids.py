@@ -4,7 +4,7 @@ the config, which are classes of `qat.finetuning`."""
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,9 @@ from qat.training.config.imports import reason
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
 from qat.training.errors import UserError, problems_of, value_errors_reported
-from qat.training.loop.evaluation import TrainBatches
-from qat.training.model.building import build_model
-from qat.training.model.weights import load_float_weights
+from qat.training.loop.stage import Mixing, TrainBatches
+from qat.training.model import build_model, load_float_weights
 from qat.training.run.logging import OF_QUANTIZERS, RunLog
-
-Mixing: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From images (N, C, H, W) and labels (N,) to mixed images and a share of every class for each, (N, classes)."""
 
 
 def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
@@ -38,34 +34,23 @@ def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
     return mixing
 
 
-def build_oscillations(model: nn.Module, stage: StageConfig | None) -> Oscillations | None:
-    """What counts, dampens or freezes the oscillating weights of a stage; None if its config does not ask for it."""
-    if not isinstance(stage, QATStageConfig) or stage.oscillation is None:
-        return None
-    with value_errors_reported("qat.oscillation: "):
-        return Oscillations(model, **stage.oscillation.model_dump())
-
-
-def build_gradual(model: nn.Module, stage: StageConfig | None) -> GradualQuantization | None:
-    """What quantizes by degrees; None without the block, and for a float model that trains with QAT's settings."""
-    block = stage.gradual if isinstance(stage, QATStageConfig) else None
-    if block is None or not any(isinstance(each, Quantizer) for each in model.modules()):
-        return None
-    with value_errors_reported("qat.gradual: "):
-        return GradualQuantization(model, **block.model_dump())
-
-
 class Aids:
     """Calls the hooks of a model's quantizers that define them, and the stage's aids; a step calls `student`."""
 
     def __init__(
         self, model: nn.Module, stage: StageConfig | None = None, distillation: Distillation | None = None
     ) -> None:
-        self.model, self.progress = model, 0.0
-        self.oscillations, self.gradual = build_oscillations(model, stage), build_gradual(model, stage)
-        self.distillation = distillation
+        self.model, self.progress, self.distillation = model, 0.0, distillation
         self.student = model if distillation is None else distillation.watching(model)
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+        self.oscillations: Oscillations | None = None
+        self.gradual: GradualQuantization | None = None
+        if isinstance(stage, QATStageConfig) and stage.oscillation is not None:
+            with value_errors_reported("qat.oscillation: "):
+                self.oscillations = Oscillations(model, **stage.oscillation.model_dump())
+        if isinstance(stage, QATStageConfig) and stage.gradual is not None and quantizers:  # float has QAT's settings
+            with value_errors_reported("qat.gradual: "):
+                self.gradual = GradualQuantization(model, **stage.gradual.model_dump())
         self.annealed = [q for q in quantizers if type(q).set_progress is not Quantizer.set_progress]
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
@@ -110,10 +95,9 @@ class Aids:
         """Draw the shares of oscillating and frozen weights, and return them in percent for the epoch's line."""
         if self.oscillations is None:
             return ""
-        by_layer = self.oscillations.by_layer().items()
         curves = {
             f"{OF_QUANTIZERS}oscillating/{name}.weight_quantizer": each.oscillating / each.weights
-            for name, each in by_layer
+            for name, each in self.oscillations.by_layer().items()
         }
         weights, oscillating, frozen = self.oscillations.count()
         shares = {"oscillating": 100 * oscillating / weights}
@@ -145,12 +129,9 @@ def build_distillation(
     else:
         teacher = _other(wanted.teacher, classes)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    teacher.to(device).to(memory_format=layout)
-    teacher.requires_grad_(False)
+    teacher.to(device).to(memory_format=layout).requires_grad_(False)
     amp = None if wanted.amp == "none" else torch.bfloat16
-    return Distillation(
-        teacher, temperature=wanted.temperature, weight=wanted.weight, amp=amp, features=wanted.features
-    )
+    return Distillation(teacher, amp=amp, **wanted.model_dump(include={"temperature", "weight", "features"}))
 
 
 def check_distillation(
@@ -180,7 +161,7 @@ def check_distillation(
 
 
 def _other(config: ModelConfig, classes: int, with_weights: bool = True) -> nn.Module:
-    """Another teacher. A torchvision model needs weights to teach anything; a callable may have brought its own."""
+    # A torchvision model needs weights to teach anything; a callable may have brought its own.
     if ":" not in config.name and config.weights is None and config.checkpoint is None:
         raise UserError(
             f"qat.distillation.teacher: {config.name} has no weights; set checkpoint or weights of it, or leave teacher"

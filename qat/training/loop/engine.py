@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -22,17 +21,12 @@ from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
-from qat.training.loop.device import autocast
-from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
-from qat.training.loop.faster import faster_way
-from qat.training.loop.graphs import EvaluationGraph, switches
-from qat.training.loop.metrics import Meter, Pace, arriving, log_epoch, log_window
-from qat.training.loop.norm_statistics import settle_statistics
+from qat.training.loop.evaluation import Evaluation, evaluate, settle_statistics, split_output, to_device
+from qat.training.loop.forward import EvaluationGraph, Forward, autocast, averaged, faster_way, switches
+from qat.training.loop.metrics import Meter, Pace, Watch, arriving, log_epoch, log_window, looking
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import StageRun, rate_key
-from qat.training.loop.watching import Watch, looking
-from qat.training.ranks.gradients import averaged
-from qat.training.ranks.group import share_state
+from qat.training.ranks import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.exit_status import SignalledError, signals_deferred
 from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT
@@ -42,7 +36,6 @@ AUXILIARY_WEIGHT = 0.3
 """Weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)."""
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
-Forward: TypeAlias = Callable[[Tensor], Any]
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
@@ -181,8 +174,7 @@ class Training:
         """Write last.pt, after whole epochs or within one."""
         self.aids.before_evaluation()  # a checkpoint is of the whole model on its grids
         share_state(self.run.model)
-        state = vars(self.state(epoch))
-        _save(self.run, LAST_CHECKPOINT, epoch, evaluation, state=state, statistics=statistics)
+        _save(self.run, LAST_CHECKPOINT, epoch, evaluation, vars(self.state(epoch)), statistics)
         self.saved = time.monotonic()
 
     def save_if_due(self, epoch: int) -> None:
@@ -262,7 +254,9 @@ class Training:
     def step(self, group: list[Batch], watched: bool = False) -> tuple[Tensor, list[str]]:
         """One optimizer step: (loss, correct, gradient norm, added losses ...) on the device, and their names."""
         if self.forward is None:
-            self.forward = self.first_forward(group[0])
+            first = group[0]
+            self.model = averaged(self.aids.student, lambda forward: self.total_of(first, forward)[0])
+            self.forward = faster_way(self.run, self.model, first[0], lambda forward: self.loss_of(first, forward)[0])
         images = sum(len(labels) for _, labels in group)
         rows = []
         for number, batch in enumerate(group, 1):
@@ -284,12 +278,6 @@ class Training:
         if self.ema is not None:
             self.ema.update(self.run.model)
         return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
-
-    def first_forward(self, batch: Batch) -> Forward:
-        """What steps call: the model, with its gradients averaged over the ranks, faster where it trains alike."""
-        run = self.run
-        self.model = averaged(self.aids.student, lambda forward: self.total_of(batch, forward)[0])
-        return faster_way(run, self.model, batch[0], lambda forward: self.loss_of(batch, forward)[0])
 
     def backward(self, batch: Batch, share: float) -> tuple[list[Tensor], list[str]]:
         """Add a batch's share to the gradients; (loss, correct, added losses ...) on the device, and their names."""
@@ -329,7 +317,6 @@ class Training:
 
 
 def _freeze(run: StageRun, epoch: int) -> None:
-    """Freeze what is to be frozen in this epoch: statistics of BatchNorm, and the ranges of quantizers."""
     if isinstance(run.stage, QATStageConfig):
         if run.stage.freeze_bn_epoch is not None:
             freeze_batch_norm(run.model, epoch >= run.stage.freeze_bn_epoch)
@@ -358,7 +345,6 @@ def _validate_untrained(run: StageRun) -> Evaluation:
 
 
 def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, first_step: int | None = None) -> None:
-    """Raise UserError for the first loss that is not finite; the losses belong to the steps from `first_step` on."""
     for offset, loss in enumerate(losses):
         if not math.isfinite(loss):
             where = f"epoch {epoch + 1}" + ("" if first_step is None else f", step {first_step + offset}")
@@ -371,13 +357,14 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
             raise UserError(f"{run.name}: {said}; try {' or '.join(advice)}{_way_on(run)}")
 
 
-def _way_on(run: StageRun) -> str:
-    """From which file of finite weights to go on, if there is one: a run resumes with the same lr alone."""
+def _way_on(run: StageRun) -> str:  # a run resumes with the same lr alone
     file = run.folder / (LAST_CHECKPOINT if run.name == "float" else FLOAT_WEIGHTS)
     return f", from model.checkpoint={file} in another run_dir" if file.is_file() else ""
 
 
-def _save(run: StageRun, file: str, epochs: int, evaluation: Evaluation | None, **more: Any) -> None:
+def _save(
+    run: StageRun, file: str, epochs: int, evaluation: Evaluation | None, state: Any = None, statistics: Any = None
+) -> None:
     if bad := not_finite(run.model):  # the last file that was finite stays
         rate = rate_key(run.config, run.name)
         raise UserError(f"{run.name}: {bad} after epoch {epochs}; try a lower {rate}{_way_on(run)}")
@@ -385,11 +372,11 @@ def _save(run: StageRun, file: str, epochs: int, evaluation: Evaluation | None, 
         "stage": run.name,
         "epochs": epochs,
         "model": run.model.state_dict(),
-        "state": more.get("state"),
+        "state": state,
         "results": run.results,
         "config": run.config.model_dump(mode="json"),
         "evaluation": {key: getattr(evaluation, key, None) for key in ("top1", "loss")},
-        "statistics": more.get("statistics"),
+        "statistics": statistics,
         "about": run.about,
     }
     save_checkpoint(run.folder / file, payload)

@@ -1,21 +1,24 @@
-"""The metrics of a stage: sums over training images, a point every few steps, a line per epoch, and warnings."""
+"""The curves and lines of a stage: sums over training images, what its quantizers learn, a line per epoch."""
 
-import math
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qat.collectives import rank_count, summed
+from qat.analysis.statistics import learned_statistics, statistics_collected, weight_samples
+from qat.collectives import rank, rank_count, summed
+from qat.quantizer import Quantizer
 from qat.quantizer.training import scales_at_minimum
-from qat.training.config.stages import StageConfig
+from qat.training.config.schema import RunConfig
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import StageRun, rate_key
+from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 CORRECT = 1
 """The column of a step's row that is a sum over images; the others are means."""
@@ -130,16 +133,14 @@ def peak_memory(device: torch.device) -> int:
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, left: str, note: str = "") -> None:
     """Log the validation metrics, and print one line about the epoch, with the time left and the note at its end."""
-    log_validation(run, run.step(epoch + 1), validation)
-    parts = [
+    run.log.scalars(run.name, "val", {"loss": validation.loss, "top1": validation.top1}, run.step(epoch + 1))
+    parts = (
         f"{run.name} {epoch + 1}/{run.stage.epochs}: val top1 {validation.top1:.2f} %, loss {validation.loss:.3f}",
         f"train {training.top1:.2f} %, {training.mean_loss:.3f}",
         f"{training.images_per_second:.0f} images/s",
-        left,
-        note,
-        _floor_note(run),
-    ]
-    run.log.say("; ".join(part for part in parts if part))
+        *(left, note, _floor_note(run)),
+    )
+    run.log.say("; ".join(filter(None, parts)))
 
 
 class Pace:
@@ -162,13 +163,7 @@ class Pace:
         return "" if not steps else f"{words if seconds >= 90 else f'{seconds:.0f} s'} left"
 
 
-def log_validation(run: StageRun, step: int, validation: Evaluation) -> None:
-    """Add a point to the curves of the validation split."""
-    run.log.scalars(run.name, "val", {"loss": validation.loss, "top1": validation.top1}, step)
-
-
 def _floor_note(run: StageRun) -> str:
-    """How many learned scales rest on their floor; "" if none does."""
     counts = scales_at_minimum(run.model)
     resting, total = (sum(each) for each in zip(*counts.values(), strict=True)) if counts else (0, 0)
     if not resting:
@@ -180,43 +175,84 @@ def _floor_note(run: StageRun) -> str:
     )
 
 
-SIGMAS = 2.0
-"""Differences count from this many standard deviations on, given the size of the validation split."""
-
-START_LEFT = 0.5
-"""From this share of the start on, which is decay ** steps, averaged weights are those of no training."""
+AT_FLOOR = f"{OF_QUANTIZERS}at_floor/"
 
 
-def too_slow(run: StageRun) -> list[str]:
-    """That averaged weights are still those of the start, if they are."""
-    decay, steps = run.stage.ema_decay, run.stage.epochs * run.steps_per_epoch
-    if decay is None or steps == 0 or decay**steps <= START_LEFT:
-        return []
-    return [
-        f"ema_decay: {decay:g} is slow for the {steps} steps of this stage: its averages are {100 * decay**steps:.0f} %"
-        f" what the stage starts from; try {1 - 10 / max(steps, 20):.2g}"
-    ]
+class Watch:
+    """The curves of a stage's quantizers, as far as `watch` asks for them; rank 0 draws for all.
+
+    `curves` go with the points of the other curves, and read parameters alone; `looking` is for evaluations.
+    """
+
+    def __init__(self, run: StageRun) -> None:
+        self.run, self.detail = run, run.config.watch if rank() == 0 else "off"
+        found = {name: each for name, each in run.model.named_modules() if isinstance(each, Quantizer)}
+        self.quantizers = {} if self.detail == "off" else found
+        self.gradients: dict[str, Tensor] = {}
+        self.rested = set[str]()
+        self.codes: dict[str, Tensor] = {}
+        self.directions: dict[str, Tensor] = {}
+
+    def is_due(self, number: int, last: int) -> bool:
+        """Whether a point follows this step of an epoch."""
+        return bool(self.quantizers) and (number % self.run.config.log_every == 0 or number == last)
+
+    def keep_gradients(self) -> None:
+        """Take note of the gradients of a step, before they are gone."""
+        self.gradients = {}
+        for name, quantizer in self.quantizers.items():
+            if gradients := [p.grad for p in quantizer.parameters() if p.grad is not None]:
+                self.gradients[f"gradient/{name}"] = nn.utils.get_total_norm(gradients)
+
+    @torch.no_grad()
+    def curves(self) -> dict[str, Tensor]:
+        """What the quantizers have learned by now, and their gradients, each of shape () on the device."""
+        turned = self._turned() if self.quantizers and self.detail == "all" else {}
+        curves = {**learned_statistics(self.quantizers), **self.gradients, **turned}
+        return {f"{OF_QUANTIZERS}{tag}": value for tag, value in curves.items()}
+
+    def worth_drawing(self, curves: dict[str, float]) -> dict[str, float]:
+        """The curves without those of scales that have never rested on their floor: what is drawn of them is a sign."""
+        self.rested |= {tag for tag, value in curves.items() if tag.startswith(AT_FLOOR) and value}
+        return {tag: value for tag, value in curves.items() if not tag.startswith(AT_FLOOR) or tag in self.rested}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What curves that go on need to know of the points before."""
+        return {"rested": sorted(self.rested), "codes": self.codes, "directions": self.directions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.rested = set(state["rested"])
+        for kept, saved in ((self.codes, state["codes"]), (self.directions, state["directions"])):
+            kept.update({name: values.to(self.run.device) for name, values in saved.items()})
+
+    # By weight, the share of a sample whose integer moved since the last point, against its move before.
+    def _turned(self) -> dict[str, Tensor]:
+        names = {each: name for name, each in self.quantizers.items()}
+        curves = {}
+        for quantizer, read in weight_samples(self.run.model).items():
+            if not (quantizer.uniform and quantizer.exportable):
+                continue
+            name, codes = names[quantizer], quantizer.compute_codes(read()).to(torch.int16)
+            if name in self.codes and self.codes[name].shape == codes.shape:
+                moved = torch.sign(codes - self.codes[name]).to(torch.int8)
+                before = self.directions.get(name, torch.zeros_like(moved))
+                curves[f"oscillating/{name}"] = (moved * before < 0).float().mean()
+                self.directions[name] = torch.where(moved == 0, before, moved)
+            self.codes[name] = codes
+        return curves
 
 
-def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """A warning if a result is at chance level, the same answer for all, or worse than `start`, the top1 before it."""
-    advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
-    found = f"{name}: val top1 {evaluation.top1:.2f} %"
-    chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
-    if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
-        luck = f", with luck up to {chance:.2f} %" * (evaluation.top1 > evaluation.most_common)
-        return [
-            f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
-            f" {evaluation.most_common:.2f} %{luck}{advice}"
-        ]
-    if start is not None:
-        both = (start + evaluation.top1) / 2
-        if evaluation.top1 < start - math.sqrt(2) * _deviation(both, evaluation.count):
-            return [f"{found} is below the {start:.2f} % that it started from{advice}"]
-    return []
+@contextmanager
+def looking(config: RunConfig, model: nn.Module, log: RunLog, stage: str, step: int) -> Iterator[dict[str, Any]]:
+    """A context for an evaluation, whose first batch shows what the quantizers do to their tensors; it ends as curves.
 
-
-def _deviation(percent: float, count: int) -> float:
-    """Of a share of so many images, in percent: two standard deviations."""
-    share = percent / 100
-    return 100 * SIGMAS * math.sqrt(share * (1 - share) / count)
+    It yields what `statistics_collected` does; empty where nothing is watched.
+    """
+    if config.watch != "all" or rank() != 0:
+        yield {}
+        return
+    with statistics_collected(model) as found:
+        yield found
+    curves = {f"{OF_QUANTIZERS}{key}/{name}": row[key] for name, row in found.items() for key in row}
+    log.scalars(stage, "train", curves, step)

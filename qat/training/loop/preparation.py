@@ -41,7 +41,7 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Call `qat.prepare` with the config's recipe; a run does so before the float training too, to find errors."""
+    """Call `qat.prepare` with the config's recipe, and try what the export will ask, so that errors show early."""
     try:
         return _prepared(model, config, image_shape)
     except UserError as error:
@@ -74,11 +74,9 @@ def _prepared(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, 
 
 
 def _rehearse(prepared: nn.Module, exports: bool) -> None:
-    """Run each quantizer of a copy once, and ask what the export will ask, so that both fail before the training."""
     copied = copy.deepcopy(prepared).float().cpu()
-    for name, quantizer in copied.named_modules():
-        if not isinstance(quantizer, qat.Quantizer):
-            continue
+    quantizers = {name: each for name, each in copied.named_modules() if isinstance(each, qat.Quantizer)}
+    for name, quantizer in quantizers.items():
         quantizer.mark_calibrated()  # no range is needed to try it
         try:
             with torch.enable_grad():
@@ -91,8 +89,8 @@ def _rehearse(prepared: nn.Module, exports: bool) -> None:
     if exports:
         try:
             check_exportable(copied)
-            for name, quantizer in copied.named_modules():
-                if isinstance(quantizer, qat.Quantizer) and quantizer.role == "weight":
+            for name, quantizer in quantizers.items():
+                if quantizer.role == "weight":
                     _check_container(name, quantizer)
         except ValueError as error:
             sentence = str(error).removeprefix("export_onnx: ")
@@ -100,7 +98,7 @@ def _rehearse(prepared: nn.Module, exports: bool) -> None:
 
 
 def _check_container(name: str, quantizer: qat.Quantizer) -> None:
-    """Weights are stored in int8, negated where gamma < 0."""
+    # Weights are stored in int8, negated where gamma < 0.
     low, high = quantizer.bounds()
     if max(high, -low) > 127:
         narrow = "signed=true and narrow_range=true, " if high - low < 256 and high != -low else ""

@@ -1,21 +1,37 @@
 """The inputs of one stage of training, and the stages on other grids that come before the last."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from qat.analysis.state import float_state_dict
 from qat.collectives import rank_count
 from qat.finetuning import Distillation
 from qat.training.config.schema import RunConfig
-from qat.training.config.stages import ProgressiveConfig, QATStageConfig, SpecConfig, StageConfig
-from qat.training.loop.aids import Mixing
-from qat.training.loop.evaluation import Batches, TrainBatches
+from qat.training.config.stages import ProgressiveConfig, QATStageConfig, StageConfig
 from qat.training.run.logging import RunLog
+
+Mixing: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From images (N, C, H, W) and labels (N,) to mixed images and a share of every class for each, (N, classes)."""
+
+
+class Batches(Protocol):
+    """Batches for evaluation: (images NCHW float32, labels int64) on the CPU, ideally in pinned memory."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+class TrainBatches(Batches, Protocol):
+    """Batches for training, in an order that depends on the epoch."""
+
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        """Choose the epoch, which determines the order and the augmentation, and the batch that a pass begins with."""
 
 
 def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
@@ -85,15 +101,18 @@ def progressive_stages(config: QATStageConfig) -> dict[str, ProgressiveConfig]:
     return {f"qat_{number}": stage for number, stage in enumerate(config.progressive, 1)}
 
 
+def stages_of(config: RunConfig) -> dict[str, StageConfig]:
+    """How each stage of a run trains, by its name, in their order."""
+    earlier = {name: training_of(config.qat, stage) for name, stage in progressive_stages(config.qat).items()}
+    return {"float": config.float, "float_finetune": float_counterpart(config.qat), **earlier, "qat": config.qat}
+
+
 def steps_after(config: RunConfig, name: str, train: TrainBatches) -> int:
     """How many steps of training the stages after this one have."""
-    stages: dict[str, StageConfig] = {"float": config.float}
-    if config.float_finetune:
-        stages["float_finetune"] = float_counterpart(config.qat)
-    stages |= {key: training_of(config.qat, each) for key, each in progressive_stages(config.qat).items()}
-    stages["qat"] = config.qat
-    later = list(stages)[list(stages).index(name) + 1 :] if name in stages else []
-    return sum(stages[key].epochs * steps_per_epoch(stages[key], train) for key in later)
+    stages = stages_of(config)
+    later = list(stages)[list(stages).index(name) + 1 :]
+    wanted = [stages[key] for key in later if key != "float_finetune" or config.float_finetune]
+    return sum(stage.epochs * steps_per_epoch(stage, train) for stage in wanted)
 
 
 def key_of(name: str) -> str:
@@ -114,11 +133,11 @@ def rate_key(config: RunConfig, name: str) -> str:
 
 def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
     """The run's config with the stage's grids, which are not exported; what it leaves out is as in the last one."""
-    bits = SpecConfig(bits=stage.bits)
-    grids = {
-        tensor: _changed(_changed(getattr(config.quantization, tensor), bits), getattr(stage, tensor))
-        for tensor in ("weight", "activation")
-    }
+    grids = {}
+    for tensor in ("weight", "activation"):
+        changes = {"bits": stage.bits, **getattr(stage, tensor).model_dump(exclude_none=True)}
+        given = {key: value for key, value in changes.items() if value is not None}
+        grids[tensor] = getattr(config.quantization, tensor).model_copy(update=given)
     not_exported = config.export.model_copy(update={"onnx": False})
     quantization = config.quantization.model_copy(update=grids)
     return config.model_copy(update={"quantization": quantization, "export": not_exported})
@@ -141,16 +160,7 @@ def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageCon
 def float_counterpart(config: QATStageConfig) -> QATStageConfig:
     """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher."""
     epochs = config.epochs + sum(stage.epochs for stage in config.progressive)
-    own_teacher = config.distillation is not None and config.distillation.teacher is None
-    return config.model_copy(
-        update={"epochs": epochs, "oscillation": None, **({"distillation": None} if own_teacher else {})}
-    )
-
-
-def take_weights(model: nn.Module, trained: nn.Module) -> None:
-    """Give a prepared model what another has learned on other grids, without its ranges; calibrate it afterwards."""
-    model.load_state_dict(float_state_dict(trained), strict=False)
-
-
-def _changed(spec: SpecConfig, change: SpecConfig) -> SpecConfig:
-    return spec.model_copy(update=change.model_dump(exclude_none=True))
+    teacher = config.distillation
+    if teacher is not None and teacher.teacher is None:
+        teacher = None
+    return config.model_copy(update={"epochs": epochs, "oscillation": None, "distillation": teacher})

@@ -2,11 +2,9 @@
 
 import base64
 import io
-import json
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +23,8 @@ from qat.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
+from qat.training.data.transforms import ToInput
 from qat.training.loop.evaluation import split_output, to_device
-from qat.training.run.files import write_text
-from qat.training.run.folder import ANALYSIS
 
 IMAGES = 16
 """For the errors of layers and for histograms."""
@@ -60,11 +57,6 @@ def analyse(
         "answers": compare_answers(model, float_model, data, device),
         "integers": {"onnxruntime": [vars(each) for each in layers]},
     }
-
-
-def write_analysis(folder: Path, found: dict[str, Any]) -> None:
-    """Write analysis.json."""
-    write_text(folder / ANALYSIS, json.dumps(found) + "\n")
 
 
 def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[str, float]:
@@ -174,7 +166,6 @@ def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device
 def as_png(image: Tensor, data: Data) -> str:
     """A normalised image (3, H, W) as the picture that it was, a PNG in base64."""
     kept, stream = data.preprocessing, io.BytesIO()
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (kept.mean, kept.std))
-    pixels = image.cpu().mul(std).add(mean).mul(255).round().clamp(0, 255).to(torch.uint8)
+    pixels = ToInput(kept.mean, kept.std).undone(image.cpu())
     Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(stream, "png")
     return base64.b64encode(stream.getvalue()).decode()

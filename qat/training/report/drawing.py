@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,8 +106,3 @@ def heat(figure: Any, axes: Any, rows: dict[str, list[tuple[int, float]]], label
     axes.set_xticks([each + 0.5 for each in shown], [str(steps[each]) for each in shown])
     axes.set(xlabel="step", title=label)
     figure.colorbar(picture, ax=axes, fraction=0.04, extend="max" if most < 100 else "neither")
-
-
-def percent(values: Iterable[float]) -> list[float]:
-    """Shares in percent."""
-    return [100 * value for value in values]

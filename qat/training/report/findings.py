@@ -95,8 +95,7 @@ def _scales(run: ReportedRun) -> Iterator[str]:
         )
 
 
-def _largest_jump(points: list[tuple[int, float]]) -> float:
-    """The largest step of a curve, as a power of two."""
+def _largest_jump(points: list[tuple[int, float]]) -> float:  # as a power of two
     values = [0.0, *(math.log2(max(value, 1e-6)) for _, value in points)]
     return max((abs(b - a) for a, b in pairwise(values)), default=0.0)
 
@@ -185,6 +184,5 @@ def _last(run: ReportedRun, kind: str) -> dict[str, float]:
 
 
 def _named(found: dict[str, float], most: int = 3) -> str:
-    """The names with the largest values."""
     names = sorted(found, key=lambda name: -found[name])
     return f"{', '.join(names[:most])}{f' and {len(names) - most} more' if len(names) > most else ''}"

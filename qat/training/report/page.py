@@ -1,17 +1,22 @@
-"""`report.html`: one or several runs on a page that needs nothing else."""
+"""What a run shows at its end: `report.html`, a page that needs nothing else, and figures in TensorBoard."""
 
 import json
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from qat.text import table
+from qat.training.config.file import dump_config, flat
+from qat.training.config.schema import RunConfig
 from qat.training.report.drawing import can_draw, rendered, styled
 from qat.training.report.figures import FIGURES
 from qat.training.report.findings import findings
 from qat.training.report.run import ReportedRun
-from qat.training.run.files import replacing
-from qat.training.run.folder import PICTURES, RESULTS
+from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, replacing
+from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
@@ -26,24 +31,27 @@ def write_report(path: Path, runs: list[ReportedRun], *, pictures: bool = False)
     """Write the page; with `pictures` also each figure as PNG beside it. What could not be shown, in sentences."""
     drawn: dict[str, list[str]] = {key: [] for key in FIGURES}
     said = [] if can_draw() else [NO_MATPLOTLIB]
-    if not said:
-        with styled():
-            for run in runs:
-                for key, shown in FIGURES.items():
-                    place = path.parent / (RESULTS if key == "results" else f"{PICTURES}/{key}.png")
-                    if pictures:
-                        place.unlink(missing_ok=True)  # of an earlier report
-                    figure = shown.draw(run)
-                    if figure is None:
-                        continue
-                    svg, picture = rendered(figure)
-                    drawn[key].append(f"<div>{_run_name(run, runs)}{svg}</div>")
-                    if pictures:
-                        place.parent.mkdir(exist_ok=True)
-                        picture.save(place)
+    for key, shown in ({} if said else FIGURES).items():
+        place = _picture(path.parent, key)
+        if pictures:
+            place.unlink(missing_ok=True)  # of an earlier report
+        for run in runs:
+            with styled():
+                figure = shown.draw(run)
+                if figure is None:
+                    continue
+                svg, picture = rendered(figure)
+            drawn[key].append(f"<div>{_run_name(run, runs)}{svg}</div>")
+            if pictures:
+                place.parent.mkdir(exist_ok=True)
+                picture.save(place)
     with replacing(path) as temporary:
         temporary.write_text(_page(runs, drawn), encoding="utf-8")
     return said
+
+
+def _picture(folder: Path, key: str) -> Path:
+    return folder / (RESULTS if key == "results" else f"{PICTURES}/{key}.png")
 
 
 def _page(runs: list[ReportedRun], drawn: dict[str, list[str]]) -> str:
@@ -80,7 +88,6 @@ def _run_name(run: ReportedRun, runs: list[ReportedRun]) -> str:
 
 
 def _overview(run: ReportedRun) -> str:
-    """What stands out, and the table with which the run ended."""
     found = findings(run)
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in found)
     said = f'<ul class="findings">{sentences}</ul>' if found else '<p class="fine">Nothing stands out.</p>'
@@ -89,7 +96,6 @@ def _overview(run: ReportedRun) -> str:
 
 
 def _answers(run: ReportedRun) -> str:
-    """How many answers changed, and the most frequent changes."""
     answers = run.analysis.get("answers")
     if not answers:
         return ""
@@ -107,3 +113,31 @@ def _details(run: ReportedRun) -> str:
         f"<h2>Config and versions</h2><details><summary>config.yaml</summary><pre>{escape(run.config)}</pre></details>"
         f"<details><summary>versions and machine</summary><pre>{escape(versions)}</pre></details>"
     )
+
+
+def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -> None:
+    """Write the report of a run, and give TensorBoard its text, its figures, and its row in the table of runs."""
+    if config.watch == "off":
+        return
+    from torch.utils.tensorboard.summary import hparams
+
+    said = write_report(log.folder / REPORT, [ReportedRun.read(log.folder)], pictures=True)
+    log.say("\n".join([*said, f"report: {log.folder / REPORT}"]))
+    writer = log.writer()
+    layers = (log.folder / LAYERS).read_text(encoding="utf-8")
+    for tag, text in (("config", dump_config(config)), ("layers", layers)):
+        writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
+    top1s = {f"{key}_top1": summary.get(key, {}).get("top1") for key in ("float", "calibrated", "qat", "onnx")}
+    found = {**top1s, "agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
+    metrics = {f"final/{key}": float(value) for key, value in found.items() if value is not None}
+    given = flat(config.model_dump(mode="json", exclude_defaults=True))
+    row = {key: value for key, value in given.items() if isinstance(value, bool | int | float | str)}
+    for summary_of in hparams(row, metrics):  # type: ignore[no-untyped-call]
+        writer.file_writer.add_summary(summary_of)
+    for tag, value in metrics.items():
+        writer.add_scalar(tag, value, step)
+    for file in (_picture(log.folder, key) for key in FIGURES):
+        if file.is_file():  # without matplotlib there is none
+            with Image.open(file) as picture:
+                writer.add_image(file.stem, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+    writer.flush()

@@ -7,8 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from qat.training.config.file import flat
-from qat.training.config.yaml_subset import parse_yaml
+from qat.training.config.file import flat, parse_yaml
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 

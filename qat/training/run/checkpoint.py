@@ -21,27 +21,18 @@ import qat
 from qat.batch_norm import restore_statistics
 from qat.collectives import rank
 from qat.finetuning import EMA
-from qat.training.config.file import flat
 from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
-from qat.training.run.files import replacing
+from qat.training.run.folder import replacing
 
 FORMAT = 1
 """Version of the payload; `load_checkpoint` refuses others."""
 
+PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")
+"""The packages whose versions are kept."""
+
 PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config", "evaluation", "statistics", "about")
-
-KEYS_FREE_ON_RESUME = (
-    "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
-    "checkpoint_every", "watch", "integer_forward", "data.root", "data.workers", "data.download",
-    "data.eval_batch_size",
-)  # fmt: skip
-"""Keys of the config that may differ when a run is resumed, because they do not change what is trained: they say where
-and how fast. What lies in data.root is compared by `check_same_data`."""
-
-EPOCHS = "qat.epochs"
-"""This key may grow when a run is resumed: the run then trains on."""
 
 
 @dataclass
@@ -115,26 +106,6 @@ def load_checkpoint(
     if version != FORMAT or not {*PAYLOAD_KEYS} <= payload.keys():
         raise UserError(f"{path}: the checkpoint has format {version!r}, this version of qat reads format {FORMAT}")
     return dict(payload)
-
-
-def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: tuple[str, ...] = ()) -> None:
-    """Refuse another config than `saved`, but for keys free on resume and stages `ahead`; epochs may grow."""
-    before, now = flat(saved), flat(config.model_dump(mode="json"))
-    for key in [*now, *(key for key in before if key not in now)]:
-        if any(key == free or key.startswith(f"{free}.") for free in (*KEYS_FREE_ON_RESUME, *ahead)):
-            continue
-        if key == EPOCHS and key in before and now[key] != before[key]:
-            if now[key] > before[key]:
-                continue
-            raise UserError(
-                f"{path}: {EPOCHS}: {now[key]} is fewer than the {before[key]} that it was trained with, and a run can"
-                " only grow; set it back, or start anew in another run_dir"
-            )
-        old, new = (repr(values[key]) if key in values else "not set" for values in (before, now))
-        if old != new:
-            raise UserError(
-                f"{path}: was trained with {key}: {old}, now it is {new}; set it back, or start anew in another run_dir"
-            )
 
 
 def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[str, Any]) -> list[str]:
@@ -248,10 +219,6 @@ def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocess
         "recipe": config.quantization.model_dump(mode="json", exclude_defaults=True),
         "versions": {"qat": qat.__version__} | {name: version(name) for name in PACKAGES},
     }
-
-
-PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")
-"""The packages whose versions are kept."""
 
 
 def preprocessing_of(about: dict[str, Any]) -> Preprocessing:

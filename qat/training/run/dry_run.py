@@ -38,9 +38,8 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
     rows = qat.cost(prepared, torch.zeros(1, *data.image_shape))
     cells = [[row.name, *(f"{value:,}" for value in (*row[1:], row.bops))] for row in rows]
     macs, bops, size = (sum(getattr(row, key) for row in rows) for key in ("macs", "bops", "weight_bytes"))
-    print(
-        *table([["layer", "MACs", "weight bits", "input bits", "weight bytes", "BOPs"], *cells], numbers=True), sep="\n"
-    )
+    head = ["layer", "MACs", "weight bits", "input bits", "weight bytes", "BOPs"]
+    print(*table([head, *cells], numbers=True), sep="\n")
     print(f"\none image: {macs / 1e9:.3f} G MACs; {bops / 1e9:,.1f} G bit operations (MACs * bits * bits)")
     whole = sum(each.numel() * each.element_size() for each in model.parameters())
     print(f"weights: {size / 1e6:.2f} MB at their bits; the float model has {whole / 1e6:.2f} MB", flush=True)
@@ -68,7 +67,6 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
 
 
 def _seconds_of_epoch(run: StageRun) -> float:
-    """Seconds of training and validation, by a few steps, their batches included, and by a batch of validation."""
     training, val = Training(run), [next(iter(run.val))]
     training.aids.student.train()
     batches = itertools.chain.from_iterable(itertools.repeat(run.train))  # over as many epochs as it takes

@@ -13,15 +13,14 @@ import torch.distributed as dist
 
 from qat.text import first_line
 from qat.training.errors import UserError
-from qat.training.ranks.group import is_first_to_fail
+from qat.training.ranks import is_first_to_fail
 
 HOW_TO_RESUME = "resume=auto goes on from the last checkpoint"
 
 ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1", "SIGHUP")]
 """Signals from schedulers and closing terminals: they end a run like Ctrl-C, but in training after a checkpoint."""
 
-_deferred: list[list[int]] = []
-"""The lists of `signals_deferred`, while it lasts."""
+_deferred: list[list[int]] = []  # the lists of `signals_deferred`, while it lasts
 
 EX_SOFTWARE = 70
 """The status for bugs of the program, which are shown with their traceback (sysexits.h)."""
@@ -56,7 +55,7 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
         if is_memory_shortage(error):
             advice = f"try a smaller data.batch_size or data.image_size, or fewer data.workers{resume}"
             status, message = 2, f"out of memory ({first_line(error)}); {advice}"
-        elif _is_of_another_rank(error):
+        elif isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             status, message = 2, f"another rank ended without a word (killed, or short of memory?){resume}"
         elif isinstance(error, OSError):
             what = "" if error.filename is None else f"{error.filename}: "
@@ -69,11 +68,6 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
     return status
 
 
-def _is_of_another_rank(error: BaseException) -> bool:
-    """Whether an error says that a connection between ranks broke."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
 def is_memory_shortage(error: BaseException) -> bool:
     """Whether an error says that memory is short, here or in a loader process; torch has a type for CUDA's alone."""
     words = ("DefaultCPUAllocator", "DataLoader worker (pid")
@@ -82,7 +76,6 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Raise `SignalledError` for the first signal that is not deferred, and ignore further ones."""
     main = threading.current_thread() is threading.main_thread()  # other threads may not set handlers
     # Only signals with the default handler: under nohup, SIGHUP stays ignored.
     mine = [each for each in ENDING_SIGNALS if main and signal.getsignal(each) is signal.SIG_DFL]

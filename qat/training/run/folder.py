@@ -1,18 +1,31 @@
-"""The folder that a run writes into: a new one, or its own when it resumes. Files of other runs are never touched."""
+"""The folder of a run: which one it is, its lock, and its files, written atomically."""
 
 import json
+import logging
 import os
 import re
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qat.training.config.file import NULLS, load_config
+from safetensors import SafetensorError
+
+from qat.atomic_write import atomic_write
+from qat.collectives import rank
+from qat.training.config.file import NULLS, flat, load_config
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run.checkpoint import check_same_config
-from qat.training.run.files import FolderInUseError, RunLock
 from qat.training.run.logging import CURVES
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("qat")
 
 RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""
@@ -35,6 +48,122 @@ SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "bench
 
 SUMMARY = "summary.json"
 """Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
+
+KEYS_FREE_ON_RESUME = (
+    "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
+    "checkpoint_every", "watch", "integer_forward", "data.root", "data.workers", "data.download",
+    "data.eval_batch_size",
+)  # fmt: skip
+"""Keys that may differ when a run is resumed, since they say where and how fast, and not what is trained. The images in
+data.root are compared by `check_same_data`."""
+
+EPOCHS = "qat.epochs"
+"""This key may grow when a run is resumed: the run then trains on."""
+
+LOCK = ".lock"
+"""The locked file in a run folder; a run that ends normally removes it."""
+
+_held: "dict[str, RunLock]" = {}
+"""The locks of this process, by real path, because the system's locks only separate processes, not threads."""
+_guard = threading.Lock()
+
+
+class FolderInUseError(UserError):
+    """Another run writes into the folder."""
+
+
+class RunLock:
+    """The right to write into a folder, held from construction to `release`; FolderInUseError if another has it."""
+
+    # A POSIX lock (`lockf`), which loader processes, that survive a killed parent for seconds, do not inherit; they
+    # would inherit that of the library filelock (`flock`).
+
+    def __init__(self, folder: Path) -> None:
+        if fcntl is None:
+            raise UserError(f"{folder}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL")
+        self.folder = folder.absolute()  # whatever a chdir or a link changes later
+        self.path, self._key = self.folder / LOCK, os.path.realpath(folder)
+        with _guard:
+            if self._key in _held or not self._is_locked():
+                raise FolderInUseError(
+                    f"{self.folder}: another run writes there; wait for its end, or choose another run_dir"
+                )
+            _held[self._key] = self
+
+    def _is_locked(self) -> bool:  # False if another process has the file
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(self.descriptor)
+            return False
+        except OSError as error:
+            logger.warning("%s: no locks here (%s); nothing keeps a second run out", self.path, error.strerror)
+        if self.is_there():
+            return True
+        os.close(self.descriptor)  # its last holder removed the file after it was opened
+        return self._is_locked()
+
+    def is_there(self) -> bool:
+        """Whether the locked file is still the one in the folder."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Release the lock; further calls do nothing."""
+        with _guard:
+            if _held.get(self._key) is self:
+                del _held[self._key]
+                with suppress(OSError):  # an error here would hide the run's own, and a remaining file locks nothing
+                    if self.is_there():
+                        self.path.unlink()
+                os.close(self.descriptor)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse to write into a folder that is no longer the one that this process locked."""
+    for lock in list(_held.values()):  # compared by name, because a link may lead elsewhere by now
+        if lock.folder in (folder.absolute(), *folder.absolute().parents) and not lock.is_there():
+            raise UserError(
+                f"{lock.folder}: the run folder or its {LOCK} was moved, deleted or replaced while the run wrote there;"
+                " the run ends, so that it does not write into another's"
+            )
+
+
+def write_text(path: Path, text: str) -> None:
+    """On rank 0, write a text file as UTF-8, atomically: whenever the process ends, it has the old text or the new."""
+    if rank():
+        return
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a file of the run atomically; see `atomic_write`."""
+    check_folder(path.parent)
+    try:
+        # One name for all runs: what a killed run leaves is replaced by the next.
+        with atomic_write(path, path.with_name(f".{path.name}.tmp")) as temporary:
+            yield temporary
+            check_folder(path.parent)  # again, because writing may take minutes, as for an export
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = _system_error(error)
+        if reason is None:
+            raise
+        raise UserError(f"{path}: cannot write it ({reason})") from error
+
+
+def _system_error(error: BaseException) -> str | None:
+    if isinstance(error, SafetensorError):
+        return str(error)
+    while not isinstance(error, OSError):  # torch wraps it in errors of its own
+        if error.__context__ is None:
+            return None
+        error = error.__context__
+    return error.strerror or str(error)
 
 
 @dataclass(frozen=True)
@@ -83,7 +212,6 @@ def goes_on(config: RunConfig) -> bool:
 
 
 def _newest_run(numbers: dict[int, Path]) -> Path | None:
-    """The folder with the highest number that has something to go on from."""
     for number in sorted(numbers, reverse=True):
         if any((numbers[number] / name).is_file() for name in (LAST_CHECKPOINT, SUMMARY)):
             return numbers[number]
@@ -93,7 +221,7 @@ def _newest_run(numbers: dict[int, Path]) -> Path | None:
 def _given_folder(path: Path, config: RunConfig) -> RunFolder:
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
-    if not path.is_dir():
+    elif not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")
     finished = _finished(path, config) if config.resume == "auto" else None
     return RunFolder(path, None, finished) if finished is not None else _locked(path, config)
@@ -109,7 +237,6 @@ def _locked(path: Path, config: RunConfig) -> RunFolder:
 
 
 def _checkpoint(path: Path, config: RunConfig) -> Path | None:
-    """The checkpoint that a run in this folder resumes from; None if it is a new run."""
     resume, last = config.resume == "auto", path / LAST_CHECKPOINT
     if last.is_file():
         if resume:
@@ -122,11 +249,9 @@ def _checkpoint(path: Path, config: RunConfig) -> Path | None:
 
 
 def _nothing_trained(path: Path, resume: bool) -> bool:
-    """Whether a folder is empty, or holds only what a start leaves that ended before its first last.pt.
-
-    A run may start there again, with another config too. Files that this program did not write, trained weights and a
-    finished run are never touched; only what calibration made, without training, is made again by a run that resumes.
-    """
+    # A folder that is empty, or holds only what a start leaves that ended before its first last.pt: a run may start
+    # there again, with another config too. Files of others, trained weights and a finished run are never touched; what
+    # calibration made, without training, is made again only by a run that resumes.
     names = {entry.name for entry in path.iterdir() if entry.name[0] != "."}
     file = path / RESOLVED_CONFIG
     if RESOLVED_CONFIG not in names or not file.read_text(encoding="utf-8").startswith(f"# {NULLS}"):
@@ -136,13 +261,12 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:
-            again |= {BEST_CHECKPOINT, MODEL, SUMMARY, REPORT, PICTURES, RESULTS, ANALYSIS}
+            again |= {BEST_CHECKPOINT, MODEL, REPORT, PICTURES, RESULTS, ANALYSIS, SUMMARY}
             again |= {SENSITIVITY, EVALUATION, LATENCY}
     return names <= again
 
 
 def _finished(path: Path, config: RunConfig) -> int | None:
-    """The exit status of the run in this folder, if it has done everything that the config asks for."""
     summary = read_summary(path)
     if summary is None:  # the run repeats its end
         return None
@@ -164,15 +288,33 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
+def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: Collection[str] = ()) -> None:
+    """Refuse another config than `saved`, but for keys free on resume and stages `ahead`; epochs may grow."""
+    before, now = flat(saved), flat(config.model_dump(mode="json"))
+    free = tuple(f"{key}." for key in (*KEYS_FREE_ON_RESUME, *ahead))
+    for key in dict.fromkeys((*now, *before)):
+        old, new = (repr(values[key]) if key in values else "not set" for values in (before, now))
+        if old == new or f"{key}.".startswith(free):
+            continue
+        if key == EPOCHS and key in before:
+            if now[key] > before[key]:
+                continue
+            raise UserError(
+                f"{path}: {EPOCHS}: {new} is fewer than the {old} that it was trained with, and a run can only grow;"
+                " set it back, or start anew in another run_dir"
+            )
+        raise UserError(
+            f"{path}: was trained with {key}: {old}, now it is {new}; set it back, or start anew in another run_dir"
+        )
+
+
 def _numbered_folders(name: str) -> dict[int, Path]:
-    """The existing folders among runs/<name> (number 1), runs/<name>-2 ..., by number."""
     pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
-    matches = [(pattern.fullmatch(path.name), path) for path in (RUNS.iterdir() if RUNS.exists() else ())]
-    return {int(match.group(1) or 1): path for match, path in matches if match}
+    paths = RUNS.iterdir() if RUNS.exists() else ()
+    return {int(match.group(1) or 1): path for path in paths if (match := pattern.fullmatch(path.name))}
 
 
 def _next_folder(config: RunConfig, number: int) -> RunFolder:
-    """Create the first free folder from this number on; another run may take one at the same time."""
     RUNS.mkdir(exist_ok=True)
     while True:
         path = RUNS / (config.name if number == 1 else f"{config.name}-{number}")

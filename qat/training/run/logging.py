@@ -1,12 +1,16 @@
-"""A run's output: TensorBoard curves, lines and tables on standard output, progress bars on the terminal."""
+"""A run's output: TensorBoard curves, grouped; lines and tables on standard output, progress bars on the terminal."""
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from tqdm import tqdm
 
+from qat.analysis.table import quantizers_in_order
 from qat.collectives import rank
 
 CURVES = "curves"
@@ -60,6 +64,61 @@ class RunLog:
         if self.writes:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+
+HEADINGS = {
+    "scale": "scales, 1 at the start",
+    "sqnr": "error, dB",
+    "clipped_high": "share clipped above",
+    "clipped_low": "share clipped below",
+    "levels": "share of levels used",
+    "oscillating": "share of weights that turn round",
+    "gradient": "gradient of scales",
+}
+"""The curves that are grouped, and the titles of their charts."""
+
+COMMON = ("loss", "top1", "lr", "images_per_second", "data_wait", "memory_mb")
+
+TOGETHER, WORST = 12, 10
+"""Most curves of a chart, and how many tensors the chart of the worst has."""
+
+
+def add_layout(log: RunLog, model: nn.Module, statistics: dict[str, dict[str, float]]) -> None:
+    """Group the curves of a calibrated model's quantizers for the page Custom Scalars."""
+    worst = sorted(statistics, key=lambda name: statistics[name]["sqnr"])[:WORST]
+    layout: dict[str, Any] = {
+        "training": {tag: ["Multiline", [f"^{tag}$"]] for tag in COMMON},
+        "what to look at first": {
+            "lowest SQNR after calibration": ["Multiline", [_one_of("sqnr", worst)]],
+            "scales on their floor (none is healthy)": ["Multiline", [f"^{OF_QUANTIZERS}at_floor/"]],
+        },
+    }
+    stages = stages_of(quantizers_in_order(model))
+    for kind, title in HEADINGS.items():
+        layout[title] = {f"{kind}: {stage}": ["Multiline", [_one_of(kind, group)]] for stage, group in stages.items()}
+    log.writer().add_custom_scalars(layout)
+    log.writer().flush()
+
+
+def stages_of(names: list[str]) -> dict[str, list[str]]:
+    """The names by the part of the network that they are in, at most twelve a group, in their order.
+
+    >>> names = ["conv1_quantizer", "layer1.0.conv1_quantizer", "layer1.0.conv2_quantizer", "layer2.0.conv1_quantizer"]
+    >>> stages_of(names)["layer1"]
+    ['layer1.0.conv1_quantizer', 'layer1.0.conv2_quantizer']
+    """
+    stages: dict[str, list[str]] = {}
+    for stage, group in groupby(names, lambda name: name.partition(".")[0]):
+        stages.setdefault(stage, []).extend(group)
+    return {
+        stage if len(group) <= TOGETHER else f"{stage} {1 + first // TOGETHER}": group[first : first + TOGETHER]
+        for stage, group in stages.items()
+        for first in range(0, len(group), TOGETHER)
+    }
+
+
+def _one_of(kind: str, names: list[str]) -> str:
+    return f"^{OF_QUANTIZERS}{kind}/({'|'.join(map(re.escape, names))})$"
 
 
 def on_terminal() -> bool:

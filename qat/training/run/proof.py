@@ -2,6 +2,7 @@
 runtime's default session."""
 
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from qat.export import (
     Differences,
     LayerDifference,
     Saturation,
+    Verification,
     compare_layers,
     explain_differences,
     find_saturation,
@@ -29,15 +31,15 @@ from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.run.exit_status import is_memory_shortage
-from qat.training.run.files import replacing
+from qat.training.run.folder import replacing
 from qat.training.run.logging import RunLog
-from qat.training.run.report import integers_results, onnx_results, session_results
 
-STEADIER = "docs/run_folder.md says how to make it steadier (Exit status 1)"
-
-WHAT_NOW = "docs/run_folder.md says what now (Exit status 1)"
+logger = logging.getLogger("qat")
 
 FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
+
+MOST_DIFFERING = 3
+"""Number of layers for which the summary gives the number of differing integers."""
 
 WAYS_OUT = (
     "exact are a session with session.x64quantprecision=1 in its options, and a model that cannot saturate"
@@ -79,8 +81,8 @@ class Proof:
 
     def problem(self) -> str:
         """The reasons as one sentence about model.onnx; "" if the proof holds."""
-        found = self.problems()
-        return f"{' and '.join(found)}; do not deploy it: {WHAT_NOW}" if found else ""
+        problems = " and ".join(self.problems())
+        return problems and f"{problems}; do not deploy it: docs/run_folder.md says what now (Exit status 1)"
 
     def warnings(self) -> list[str]:
         """What a run that passes has to say all the same."""
@@ -93,7 +95,8 @@ class Proof:
             f"onnx: {differences.differing:,} of {differences.predictions:,} predictions are not the torch model's,"
             f" because of near-ties: in their batches {count:,} of {total:,} integers (most in {most}) were rounded"
             f" to the neighbour, and torch goes on from them to the same answers ({self._largest_gap()});"
-            f" this model makes another class of a rounding, on any runtime: {STEADIER}"
+            f" this model makes another class of a rounding, on any runtime: docs/run_folder.md says"
+            " how to make it steadier (Exit status 1)"
         ]
 
     def _largest_gap(self) -> str:
@@ -142,12 +145,12 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     images = next(iter(batches))[0]
     layers = compare_layers(path, model, images)
     found = qat.verify_onnx(path, model, batches)
-    results = onnx_results(found, layers, dict(optimized_operators(path)), path.stat().st_size, saturation)
+    results = onnx_results(found, layers, optimized_operators(path), path.stat().st_size, saturation)
     differences = None
     if not found.is_right:
         differences = explain_differences(path, model, batches, enough=allowed_of(found.samples) + 1)
         counts = {key: getattr(differences, key) for key in ("predictions", "differing", "unexplained")}
-        results["differences"] = {**counts, "integers": integers_results(differences.layers)}
+        results["differences"] = {**counts, "integers": _integers_results(differences.layers)}
     if not default_is_exact():
         results["default_session"] = session_results(
             qat.verify_onnx(path, model, batches, default_session=True),
@@ -157,6 +160,46 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     return Proof(results, layers, saturation, differences, resting)
 
 
+def onnx_results(
+    found: Verification,
+    layers: list[LayerDifference],
+    operators: Mapping[str, int],
+    size: int,
+    saturation: list[Saturation],
+) -> dict[str, Any]:
+    """The `onnx` section of summary.json; the operators are those that ONNX Runtime runs after its optimisation."""
+    return {
+        **session_results(found, layers),
+        "size_bytes": size,
+        "operators": dict(sorted(operators.items())),
+        "saturation": {
+            "layers": sum(bool(each.channels) for each in saturation),
+            "channels": sum(len(each.channels) for each in saturation),
+        },
+    }
+
+
+def session_results(found: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
+    """The results of one kind of session."""
+    return {
+        "top1": found.onnx_top1,
+        "agreement": found.agreement,
+        "close": found.close,
+        "max_logit_difference": found.max_difference if math.isfinite(found.max_difference) else None,
+        "layers": _integers_results(layers),
+    }
+
+
+def _integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
+    most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
+    return {
+        "compared": len(layers),
+        **{key: sum(getattr(layer, key) for layer in layers) for key in ("elements", "differing", "beyond_ties")},
+        "largest_difference": max((layer.largest for layer in layers), default=0),
+        "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
+    }
+
+
 def _answers(found: dict[str, Any]) -> str:
     top1 = "" if found["top1"] is None else f"val top1 {found['top1']:.2f} %, "
     layers = found["layers"]
@@ -164,9 +207,6 @@ def _answers(found: dict[str, Any]) -> str:
         f"{top1}{100 * found['agreement']:.2f} % equal predictions;"
         f" {layers['differing']:,} of {layers['elements']:,} integers differ over {layers['compared']} layers"
     )
-
-
-logger = logging.getLogger("qat")
 
 
 def export_and_prove(

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from qat.export import LayerDifference, Saturation, Verification
 from qat.export.onnxruntime.default_session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig
-from qat.training.run.files import write_text
+from qat.training.run.folder import write_text
 
 ROWS = {
     "float": "float",
@@ -25,51 +24,6 @@ ROWS = {
     "onnx.default_session": "ONNX Runtime, default session",
 }
 """Keys of the results (nested keys after a dot) and their names in the table, in its order."""
-
-MOST_DIFFERING = 3
-"""Number of layers for which the summary gives the number of differing integers."""
-
-
-def onnx_results(
-    verification: Verification,
-    layers: list[LayerDifference],
-    operators: dict[str, int],
-    size: int,
-    saturation: list[Saturation],
-) -> dict[str, Any]:
-    """The `onnx` section of summary.json; the operators are those that ONNX Runtime runs after its optimisation."""
-    return {
-        **session_results(verification, layers),
-        "size_bytes": size,
-        "operators": dict(sorted(operators.items())),
-        "saturation": {
-            "layers": sum(bool(each.channels) for each in saturation),
-            "channels": sum(len(each.channels) for each in saturation),
-        },
-    }
-
-
-def session_results(verification: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
-    """The results of one kind of session; the arguments are those of `onnx_results`."""
-    difference = verification.max_difference
-    return {
-        "top1": verification.onnx_top1,
-        "agreement": verification.agreement,
-        "close": verification.close,
-        "max_logit_difference": difference if math.isfinite(difference) else None,
-        "layers": integers_results(layers),
-    }
-
-
-def integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
-    """How many integers of the layers differ, and in which most."""
-    most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
-    return {
-        "compared": len(layers),
-        **{key: sum(getattr(layer, key) for layer in layers) for key in ("elements", "differing", "beyond_ties")},
-        "largest_difference": max((layer.largest for layer in layers), default=0),
-        "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
-    }
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -140,19 +94,25 @@ def deviation_of(top1: float, images: int) -> float:
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
     """The rows of the table: one per model, with accuracy, size and agreement if they are known."""
     rows = [["model", "top1 %", "size", "agreement"]]
-    for key, words in ROWS.items():
-        section, _, part = key.partition(".")
-        result = results.get(section, {}).get(part) if part else results.get(section)
-        if result is not None:
-            size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
-            agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
-            top1 = "" if result["top1"] is None else f"{result['top1']:.2f}"
-            rows.append([_row_name(key, words, results), top1, size, agreement])
+    for key, result in results_by_row(results).items():
+        size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
+        agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
+        top1 = "" if result["top1"] is None else f"{result['top1']:.2f}"
+        rows.append([_row_name(key, ROWS[key], results), top1, size, agreement])
     return rows
 
 
+def results_by_row(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results that a summary has, by the keys of `ROWS`."""
+    found = {}
+    for key in ROWS:
+        section, _, part = key.partition(".")
+        result = summary.get(section, {})
+        found[key] = result.get(part, {}) if part else result
+    return {key: result for key, result in found.items() if result}
+
+
 def _row_name(key: str, words: str, results: dict[str, Any]) -> str:
-    """The name of a row, with the epoch whose weights it is of where that can be asked."""
     epochs, qat = results[key.partition(".")[0]].get("epochs"), results.get("qat", {})
     if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
         return f"float, fine-tuned {epochs} epochs"

@@ -1,5 +1,6 @@
 """The stages of a run: each trains or computes, writes its result, and is skipped by a run that had finished it."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,34 +9,31 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.analysis.state import float_state_dict
 from qat.calibration import Step
 from qat.collectives import rank
 from qat.export import LayerDifference
 from qat.training.config.schema import RunConfig
-from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader
 from qat.training.errors import UserError, value_errors_reported
+from qat.training.loop.advice import warnings_about
 from qat.training.loop.aids import build_distillation, build_mixing
 from qat.training.loop.engine import train_stage
 from qat.training.loop.evaluation import Evaluation, evaluate
-from qat.training.loop.metrics import warnings_about
+from qat.training.loop.metrics import looking
 from qat.training.loop.preparation import prepare_model
 from qat.training.loop.stage import (
     StageRun,
-    float_counterpart,
     on_grids_of,
     progressive_stages,
     rate_key,
+    stages_of,
     steps_after,
     steps_per_epoch,
-    take_weights,
-    training_of,
 )
-from qat.training.loop.watching import looking
-from qat.training.model.weights import load_float_weights
-from qat.training.ranks.group import from_first
-from qat.training.report.analysis import analyse, write_analysis
-from qat.training.report.board import add_layout
+from qat.training.model import load_float_weights
+from qat.training.ranks import from_first
+from qat.training.report.analysis import analyse
 from qat.training.run.checkpoint import (
     StageState,
     export_metadata,
@@ -44,9 +42,8 @@ from qat.training.run.checkpoint import (
     restore_model,
     save_float_weights,
 )
-from qat.training.run.files import write_text
-from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder
-from qat.training.run.logging import RunLog
+from qat.training.run.folder import ANALYSIS, BEST_CHECKPOINT, FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder, write_text
+from qat.training.run.logging import RunLog, add_layout
 from qat.training.run.proof import export_and_prove
 from qat.training.run.report import describe_choice
 
@@ -78,12 +75,17 @@ class Stages:
     @property
     def order(self) -> list[str]:
         """The names of the stages that train."""
-        return ["float", "float_finetune", *progressive_stages(self.config.qat), "qat"]
+        return list(stages_of(self.config))
 
     @property
     def float_weights(self) -> Path:
         """The file of the float model, which QAT starts from."""
         return self.folder.path / FLOAT_WEIGHTS
+
+    @property
+    def first_on_grids(self) -> str:
+        """The first stage of QAT."""
+        return self.order[2]
 
     def float_baseline(self, model: nn.Module) -> None:
         """Train the float model, or use it as loaded; QAT starts from its weights."""
@@ -91,7 +93,7 @@ class Stages:
             self.log.say(
                 "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
             )
-        self._train("float", model, self.config.float)
+        self._train("float", model)
         if not self._is_finished("float"):
             save_float_weights(self.float_weights, model)
         if rank() == 0:
@@ -101,7 +103,7 @@ class Stages:
         """Fine-tune the float model with QAT's settings and all of its epochs, for a fair comparison."""
         if not self._is_finished("float_finetune"):
             load_float_weights(model, self.float_weights, self.config.model.name)
-        self._train("float_finetune", model, float_counterpart(self.config.qat))
+        self._train("float_finetune", model)
 
     def quantized(self, model: nn.Module) -> nn.Module:
         """Prepare the model, log what stays float, and write the table of layers."""
@@ -117,18 +119,18 @@ class Stages:
 
     def calibrate(self, model: nn.Module) -> None:
         """Set the activation ranges from training images, and evaluate the calibrated model."""
-        if self._has_begun(self.order[2]):  # the first stage on grids
+        if self._has_begun(self.first_on_grids):
             return
         with value_errors_reported():
             own = self.config.float.epochs == 0
             qat.calibrate(model, self._sample(alone=True), only_missing=own, steps=self._calibration_steps())
         self._write_layers(model)
-        self.log.begin(self.order[2], self.steps)
-        with looking(self.config, model, self.log, self.order[2], self.steps) as statistics:
+        self.log.begin(self.first_on_grids, self.steps)
+        with looking(self.config, model, self.log, self.first_on_grids, self.steps) as statistics:
             found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
-        self.log.scalars(self.order[2], "val", {"loss": found.loss, "top1": found.top1}, self.steps)
+        self.log.scalars(self.first_on_grids, "val", {"loss": found.loss, "top1": found.top1}, self.steps)
         if statistics:
             add_layout(self.log, model, statistics)
 
@@ -143,20 +145,19 @@ class Stages:
                 if not self._has_begun(name):
                     self._start_from(trained, on_grids)
                 trained = on_grids
-            self._train(name, on_grids, training_of(self.config.qat, stage))
+            self._train(name, on_grids)
         if trained is not None:
             self._start_from(trained, model)
 
     def _start_from(self, trained: nn.Module | None, model: nn.Module) -> None:
-        """Give the model the weights of another, if there is one, and ranges that fit them."""
         if trained is not None:
-            take_weights(model, trained)
+            model.load_state_dict(float_state_dict(trained), strict=False)  # without its ranges
         with value_errors_reported():
             qat.calibrate(model, self._sample(alone=True), steps=self._calibration_steps() if trained is None else [])
 
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
-        self._train("qat", model, self.config.qat)
+        self._train("qat", model)
         self._write_layers(model)
 
     def export(self, model: nn.Module) -> str:
@@ -183,7 +184,7 @@ class Stages:
         """Write what the report shows of the trained model."""
         if self.config.watch == "all":
             found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared)
-            write_analysis(self.folder.path, found)
+            write_text(self.folder.path / ANALYSIS, json.dumps(found) + "\n")
 
     def warn(self, sentences: list[str]) -> None:
         """Log warnings, and keep them for the summary."""
@@ -195,8 +196,8 @@ class Stages:
         parts = [qat.summary(model), HOW_IT_TRAINS, qat.explain(model), *more]
         write_text(self.folder.path / LAYERS, "\n\n".join(parts) + "\n")
 
-    def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
-        """Train one stage; if the checkpoint is from this stage, resume in it."""
+    def _train(self, name: str, model: nn.Module) -> None:
+        stage = stages_of(self.config)[name]
         first_step, own_steps = self.steps, stage.epochs * steps_per_epoch(stage, self.data.train)
         if name != "float_finetune":  # its curves lie over those of QAT, which starts from the same weights
             self.steps += own_steps
@@ -238,15 +239,13 @@ class Stages:
         return [step.build() for step in self.config.quantization.calibration_steps]
 
     def _sample(self, alone: bool = False) -> Loader:
-        """Training images without augmentation; ranges are estimated by rank 0 alone, to be one process's."""
         return self.data.calibration(self.config.quantization.calibration_batches, alone)
 
     def _is_finished(self, name: str) -> bool:
-        """Whether the resumed run had finished this stage before."""
         return self.resumed is not None and self.order.index(name) < self.order.index(self.resumed["stage"])
 
     def _has_begun(self, name: str) -> bool:
-        return self.resumed is not None and self.order.index(name) <= self.order.index(self.resumed["stage"])
+        return self._is_finished(name) or (self.resumed is not None and self.resumed["stage"] == name)
 
 
 def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
@@ -254,14 +253,10 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
     path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
     if run.config.export.weights == "last" or epochs == 0:
         return epochs, last
-    payload = from_first(_best(path) if rank() == 0 else {})
+    if rank() == 0 and not path.is_file():
+        raise UserError(f"export.weights: 'best' needs {path}, which is missing; set export.weights=last")
+    payload = from_first(load_checkpoint(path, "set export.weights=last") if rank() == 0 else {})
     if payload["epochs"] == epochs:
         return epochs, last
     load_evaluated(path, payload, run.model)
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
-
-
-def _best(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"export.weights: 'best' needs {path}, which is missing; set export.weights=last")
-    return load_checkpoint(path, "set export.weights=last")

@@ -1,23 +1,31 @@
-"""The float model that a run starts from: a model of torchvision or timm by name, or a user's callable."""
+"""The float model that a run starts from, of torchvision, timm or the user, and its weights, loaded strictly."""
 
 import importlib
 import inspect
 import logging
+import os
+import pickle
+import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from qat.collectives import rank
 from qat.quantizer import Quantizer
 from qat.switches import disable_fake_quant
 from qat.text import did_you_mean
+from qat.torch_internals import layer_versions, set_layer_versions
 from qat.training.config.imports import reason, users_callable
 from qat.training.config.stages import ModelConfig
-from qat.training.errors import UserError
-from qat.training.model.weights import last_layer, load_weights
+from qat.training.errors import UserError, looked_in
+from qat.training.ranks import share_state
+from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
@@ -73,13 +81,12 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if built != classes:
         name = _replace_classifier(model, classes)
-    if built != classes and with_weights:
-        logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
+        if with_weights:
+            logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
     return model
 
 
 def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Module:
-    """A model of timm; its weights are a tag of timm's (`a1_in1k`), or DEFAULT."""
     try:
         timm = importlib.import_module("timm")
     except ModuleNotFoundError as error:
@@ -99,7 +106,6 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
 
 
 def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[str, Any]:
-    """The builder's keyword arguments; without weights, among them what torchvision's builders change with them."""
     if weights is None or with_weights:
         return {"weights": weights, **config.kwargs}
     if config.name in ("googlenet", "inception_v3"):
@@ -111,7 +117,6 @@ def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[st
 
 
 def _weights(name: str, wanted: str) -> Any:
-    """Return the torchvision weights of that name; nothing is read yet."""
     import torchvision
 
     known = torchvision.models.get_model_weights(name)
@@ -124,7 +129,6 @@ def _weights(name: str, wanted: str) -> Any:
 
 
 def _fetch(name: str, weights: Any) -> None:
-    """Find or download the file of torchvision's weights, and read it; errors call them `name`."""
     file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rsplit("/", 1)[1]
     try:
         weights.get_state_dict(progress=on_terminal(), check_hash=True)
@@ -136,13 +140,14 @@ def _fetch(name: str, weights: Any) -> None:
 
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:
-    """Replace the last linear or convolutional layer by a new one with `classes` outputs; return its name."""
-    name, old = last_layer(model)
-    bias = getattr(old, "bias", None) is not None
+    layers: dict[str, Any] = {
+        name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)
+    }
+    name, old = list(layers.items())[-1]
+    bias = old.bias is not None
     if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
         new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
     else:
-        assert isinstance(old, nn.Linear), f"torchvision model without a classifier: {type(old).__name__}"
         new = nn.Linear(old.in_features, classes, bias=bias)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new)
@@ -175,3 +180,83 @@ def _takes_num_classes(builder: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # ValueError: some callables written in C have no signature
         return False
     return True
+
+
+State: TypeAlias = "OrderedDict[str, Tensor]"
+
+FORMATS = ".safetensors, or a dict of tensors written by torch.save"
+
+
+def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model.checkpoint") -> None:
+    """Load the weights in `path` into `model`; errors call the model `model_name` and the file `key`.
+
+    The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
+    `model`. Prefixes of DataParallel, torch.compile and Lightning (`model.`) are dropped; step counters of batch norms
+    may be missing.
+    """
+    where = f"{key}: '{path}'"
+    file = Path(os.path.expanduser(path))
+    if not file.is_file():
+        raise UserError(f"{where} " + ("is a folder" if file.is_dir() else f"does not exist{looked_in(file)}"))
+    state = _read(file, where)
+    own = model.state_dict()
+    _adopt_names(state, own)
+    _refuse_other_kinds(state, own, where)
+    load_state(model, state, f"{where} is not of {model_name}")
+
+
+def load_float_weights(model: nn.Module, path: Path, model_name: str) -> None:
+    """Load the run's own float weights, which lie on rank 0's disk, on all ranks."""
+    if rank() == 0:
+        load_weights(model, str(path), model_name, "float weights")
+    share_state(model)
+
+
+def _read(file: Path, where: str) -> State:
+    content: Any
+    try:
+        content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
+    except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
+        what, held = reason(error), re.search(r"GLOBAL ([\w.]+)", str(error))
+        if held:
+            what = f"it holds a {held[1]}, which only its code could read: save state_dict()"
+        elif isinstance(error, pickle.UnpicklingError):  # a page of advice, with colours
+            what = "torch.save did not write it"
+        raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
+    if isinstance(content, dict):
+        content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
+    if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
+        raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
+    if not content:
+        raise UserError(f"{where} holds no weights")
+    state = OrderedDict(content)
+    if hasattr(content, "_metadata"):  # versions of the layers, with which they convert older weights
+        state._metadata = content._metadata  # type: ignore[attr-defined]
+    return state
+
+
+def _is_plain(value: Any) -> bool:  # dense, unquantized, with data
+    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_meta)
+
+
+def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> None:
+    # Integers and 8-bit floats need scales, and copying would change them silently. Floats may differ in width; values
+    # that are not finite are accepted only where the model has such too (masks).
+    for key, value in state.items():
+        mine = own.get(key, value)
+        kinds = {(each.is_floating_point(), each.is_complex(), each.dtype is torch.bool) for each in (value, mine)}
+        if len(kinds) > 1 or value.element_size() < min(2, mine.element_size()):
+            raise UserError(f"{where}: {key} is {value.dtype} in the file, {mine.dtype} in the model; convert it")
+        if value.shape == mine.shape and not (value.to(mine.dtype).isfinite() | ~mine.cpu().isfinite()).all():
+            raise UserError(f"{where}: {key} has values that are not finite ({mine.dtype})")
+
+
+def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
+    for prefix in ("model.", "module.", "_orig_mod.", "module."):  # they may be nested either way
+        if not any(key.startswith(prefix) for key in own):
+            consume_prefix_in_state_dict_if_present(state, prefix)
+    if layer_versions(state) is None:
+        set_layer_versions(state, layer_versions(own) or {})
+    for key in own:
+        if key.endswith("num_batches_tracked"):
+            state.setdefault(key, own[key])

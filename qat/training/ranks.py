@@ -1,17 +1,54 @@
-"""The process group of a run that `torchrun` started. A run without it is a group of one, and nothing here acts."""
+"""Where a run computes: its device, and the process group if `torchrun` started it; without, nothing here acts."""
 
 import os
+import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from qat.collectives import rank, rank_count
-from qat.training.errors import UserError
+from qat.kernels.cpu import processor
+from qat.training.errors import UserError, value_errors_reported
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
+
+    Under torchrun, `auto` and `cuda` are the device with the rank's local number; one number is not for many ranks.
+    """
+    with value_errors_reported():
+        processor.asked_for()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if is_launched() and count and name.startswith("cuda:") and ranks_here() > 1:
+        raise UserError(f"device: {name!r} is one device, and torchrun started {ranks_here()} ranks here; use cuda")
+    if is_launched() and count and name in ("auto", "cuda"):
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
+    if match is None:
+        raise UserError(f"device: {name!r} is not a device; choose auto, cpu, cuda or cuda:<number>")
+    if count == 0:
+        raise UserError(f"device: {name!r} needs a CUDA device and torch sees none; choose auto or cpu")
+    index = int(match.group(1) or 0)
+    if index >= count:
+        raise UserError(f"device: {name!r} is not there; torch sees {count}: cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on every device, and the global generators of Python and NumPy, which users' code may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
 
 T = TypeVar("T")
 
@@ -33,15 +70,6 @@ def is_launched() -> bool:
 def ranks_here() -> int:
     """How many ranks share this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else 1
-
-
-def local_device(name: str) -> str:
-    """The device of this rank: `cuda` and `auto` are the one with its local number; a number is not for many ranks."""
-    if not is_launched() or not torch.cuda.is_available():
-        return name
-    if name.startswith("cuda:") and ranks_here() > 1:
-        raise UserError(f"device: {name!r} is one device, and torchrun started {ranks_here()} ranks here; use cuda")
-    return f"cuda:{os.environ['LOCAL_RANK']}" if name in ("auto", "cuda") else name
 
 
 @contextmanager
@@ -122,6 +150,5 @@ def is_first_to_fail() -> bool:
 
 
 def _agent_store() -> Any:
-    """The store of torchrun's agent, which outlives the ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]

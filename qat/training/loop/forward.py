@@ -1,0 +1,229 @@
+"""What steps and evaluations call: the model with gradients averaged over ranks, compiled or in CUDA graphs.
+
+A CUDA graph is one launch for the thousands of short kernels of a quantized model. What it was recorded with stays: the
+shape of its batch, the memory of parameters and buffers, and every switch of the model that Python code reads. Values
+written into the same memory, such as the temperature of a rule, count.
+"""
+
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qat.collectives import largest, rank_count
+from qat.preparation.proof import check_parts
+from qat.preparation.replacements import is_watched, scalar_attributes
+from qat.text import first_line
+from qat.training.errors import UserError
+from qat.training.loop.stage import StageRun
+from qat.training.run.exit_status import is_memory_shortage
+
+logger = logging.getLogger("qat")
+
+Forward: TypeAlias = Callable[[Tensor], Any]
+LossOf: TypeAlias = Callable[[Forward], Tensor]
+"""The loss of a batch, which goes through the given forward."""
+
+
+def check_graphs(device: torch.device, cuda_graphs: str | bool) -> None:
+    """Raise a UserError if CUDA graphs are asked for and the device has none."""
+    if cuda_graphs is True and device.type != "cuda":
+        raise UserError(f"cuda_graphs: true needs a CUDA device; on device {device.type!r} leave it out")
+
+
+def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
+    """Return a context in which operations on a device run in mixed precision: `none`, `bf16` or `fp16`."""
+    if amp == "none":
+        return nullcontext()
+    if amp == "fp16" and device.type != "cuda":
+        raise UserError(f"amp: 'fp16' needs a CUDA device; on device {device.type!r} use 'bf16' or 'none'")
+    # A graph cannot be recorded with the cache, which only a float weight that is read twice would use.
+    return torch.autocast(
+        device.type, dtype=torch.bfloat16 if amp == "bf16" else torch.float16, cache_enabled=device.type != "cuda"
+    )
+
+
+class Step(NamedTuple):
+    """The result of a trial step: the loss, the norm of all gradients, and the names of parameters that have one."""
+
+    loss: float
+    norm: float
+    learning: frozenset[str]
+
+
+def trial_step(model: nn.Module, forward: Forward, loss_of: LossOf) -> Step:
+    """Run a forward and a backward of a model, through `forward`; neither it nor its gradients change."""
+    named = dict(model.named_parameters())
+    buffers = [(each, each.detach().clone()) for each in model.buffers()]
+    gradients = [(each, each.grad) for each in named.values()]
+    devices = {each.device.index or 0 for each in named.values() if each.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            for parameter in named.values():
+                parameter.grad = None
+            loss = loss_of(forward)
+            loss.backward()  # type: ignore[no-untyped-call]
+            found = {name: each.grad.detach() for name, each in named.items() if each.grad is not None}
+            norm = math.hypot(*(float(torch.linalg.vector_norm(each.float())) for each in found.values()))
+            return Step(float(loss.detach()), norm, frozenset(found))
+        finally:
+            with torch.no_grad():
+                for buffer, kept in buffers:
+                    buffer.copy_(kept)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+_NAMES = ("forward_sync_buffers", "broadcast_buffers")  # the second is the older one, as in torch 2.11
+SYNC_BUFFERS = next(name for name in _NAMES if name in inspect.signature(DistributedDataParallel).parameters)
+
+ONE_BUCKET = 2**20
+"""Megabytes, more than any model's gradients have."""
+
+
+def averaged(model: nn.Module, loss_of: LossOf) -> nn.Module:
+    """What a step calls so that its backward leaves the means of all ranks' gradients: the model itself on one rank.
+
+    A trial step with `loss_of`, a loss through what it is given, finds parameters without a gradient.
+    """
+    if rank_count() == 1:
+        return model
+    learning = {name for name, each in model.named_parameters() if each.requires_grad}
+    [unused] = largest(bool(learning - trial_step(model, model, loss_of).learning))
+    # Each rank has BatchNorm statistics of its own in training; evaluations and checkpoints are of rank 0's.
+    more: dict[str, Any] = {SYNC_BUFFERS: False, "find_unused_parameters": bool(unused)}
+    if next(model.parameters()).device.type == "cpu":
+        more["bucket_cap_mb"] = ONE_BUCKET  # sums beside the backward would take its processor away
+    ddp = DistributedDataParallel(model, **more)
+    # After its first backward it sorts the gradients into other buckets, in which sums round otherwise. A resumed run
+    # has to add as the first one did: in both, that backward is a trial's.
+    trial_step(model, ddp, loss_of)
+    return ddp
+
+
+LARGEST_GAP = 1e-2
+"""How far evaluation in a graph may be off, as a share of the largest value: other algorithms round otherwise."""
+
+
+def switches(model: nn.Module) -> list[Any]:
+    """What a graph takes for granted: modes, numbers and flags of the modules, and which parameters learn."""
+    learning = [each.requires_grad for each in model.parameters()]
+    return [learning, *((module.training, scalar_attributes(module)) for module in model.modules())]
+
+
+class TrainingGraphs:
+    """What a step calls: the model, whose forward and backward are recorded at the first call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.layout = model, None
+        self.recorded: Any = None
+
+    def __call__(self, images: Tensor) -> Any:
+        """The model's result; a batch of another shape runs operation by operation."""
+        if self.recorded is None:
+            self.recorded, self.layout = _Alone(self.model), _layout(images)
+            # It records on a stream of its own, and torch would warn of every other stream that adds to gradients.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+            torch.cuda.make_graphed_callables(self.recorded, (images.clone(),), allow_unused_input=True)
+        return (self.recorded if _layout(images) == self.layout else self.model)(images)
+
+
+class _Alone(nn.Module):  # since torch replaces the forward of what it records
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Any:
+        return self.model(images)
+
+
+class EvaluationGraph:
+    """What an evaluation calls: the model under no_grad, recorded at the first batch at which no hook looks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.layout = model, None
+        self.graph: Any = None
+        self.images, self.result = Tensor(), Tensor()
+
+    def __call__(self, images: Tensor) -> Any:
+        """The model's result, whose memory the next call writes again."""
+        if self.layout is None and not is_watched(self.model):
+            self.layout, expected = _layout(images), self.model(images)
+            try:
+                self._record(images, expected)
+            except Exception as error:
+                if is_memory_shortage(error):
+                    raise
+                self.graph = None
+                logger.warning("cuda_graphs: %s; evaluation runs operation by operation, slower", first_line(error))
+        if self.graph is None or _layout(images) != self.layout:
+            return self.model(images)
+        self.images.copy_(images)
+        self.graph.replay()
+        return self.result
+
+    def _record(self, images: Tensor, expected: Any) -> None:
+        self.images, self.graph = images.clone(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            self.result = self.model(self.images)
+        self.graph.replay()
+        if not isinstance(expected, Tensor):
+            raise TypeError(f"the model returns a {type(expected).__name__}, and a graph is compared by one tensor")
+        off = (self.result - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+        if not bool(off <= LARGEST_GAP):
+            raise ValueError(f"in a graph the model answers otherwise, by {float(off):.2g} of the largest value")
+
+
+def _layout(images: Tensor) -> Any:
+    return images.shape, images.stride(), images.dtype
+
+
+LOSS_TOLERANCE, GRADIENT_FACTOR = 0.25, 4.0
+"""Largest relative difference of the losses, and factor between the norms of the gradients: compiled code draws other
+random numbers."""
+
+
+def faster_way(run: StageRun, forward: nn.Module, images: Tensor, loss_of: LossOf) -> Forward:
+    """`forward`, which calls the run's model, compiled or in CUDA graphs as the config and the device have it."""
+    if run.config.compile:
+        check_parts(run.model, {run.model: ((images,), {})})
+        return as_tried("compile", torch.compile(forward), run.model, forward, loss_of)
+    if run.in_graphs:
+        return as_tried("cuda_graphs", TrainingGraphs(forward), run.model, forward, loss_of)
+    return forward
+
+
+def as_tried(setting: str, fast: Forward, model: nn.Module, forward: Forward, loss_of: LossOf) -> Forward:
+    """`fast`, which `setting` asks for; `forward`, the slower way, if a trial step finds a difference."""
+    expected = trial_step(model, forward, loss_of)
+    try:
+        difference = _gross_difference(trial_step(model, fast, loss_of), expected)
+    except Exception as error:  # of the compiler or the recording, since the model has just run
+        if is_memory_shortage(error):
+            raise
+        difference = f"{type(error).__name__}: {first_line(error)}"
+    if difference is None:
+        return fast
+    logger.warning("%s: %s; training goes on without, slower", setting, difference)
+    return forward
+
+
+def _gross_difference(found: Step, expected: Step) -> str | None:
+    if found.learning != expected.learning:
+        name = min(found.learning ^ expected.learning)
+        return f"{name} has {'a' if name in found.learning else 'no'} gradient in the faster model only"
+    if not math.isfinite(expected.loss + expected.norm):
+        return None
+    if not abs(found.loss - expected.loss) <= LOSS_TOLERANCE * (1 + abs(expected.loss)):
+        return f"the loss of the faster model is {found.loss:.4g} instead of {expected.loss:.4g}"
+    low, high = sorted((found.norm, expected.norm)) if math.isfinite(found.norm) else (0.0, math.inf)
+    if high > GRADIENT_FACTOR * low + 1e-6:
+        return f"the gradients of the faster model have the norm {found.norm:.4g} instead of {expected.norm:.4g}"
+    return None

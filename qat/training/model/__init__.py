@@ -1,1 +1,0 @@
-"""The float model that a run starts from, and its weights."""
