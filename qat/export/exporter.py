@@ -9,14 +9,12 @@ from torch import nn
 
 from qat.contexts import in_full_precision
 from qat.export.checks import check_exportable, check_new_file, warn_of_float_results, warn_of_hooks, why_not_exported
-from qat.export.onnx.containers import pack_weights
+from qat.export.onnx.formats import to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
-from qat.export.onnx.qonnx import to_qonnx
-from qat.export.onnx.qoperator import to_qoperator
-from qat.export.onnx.saving import as_json, save
+from qat.export.onnx.saving import as_json, pack_weights, save
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.inputs import Inputs, expect_model

@@ -13,8 +13,9 @@ from torch import nn
 
 import qat
 from qat.export import find_saturation, optimized_operators, verify_onnx
-from qat.export.onnx.containers import pack_weights, stored_arrays
-from qat.export.onnxruntime.default_session import EXACT_OPTION
+from qat.export.onnx.graph import stored_arrays
+from qat.export.onnx.saving import pack_weights
+from qat.export.onnxruntime.session import EXACT_OPTION
 
 
 def graph_of(values: np.ndarray, opset: int = 21) -> Any:

@@ -1,11 +1,17 @@
 """What is seen in a quantized graph that one runtime or another minds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from qat.export.lint.reading import DEQUANTIZE, LAYERS, QUANTIZE, Grid, QuantizedGraph, is_quantize
+from qat.export.onnx.graph import Array, Edges, attributes
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+
+LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": -1, "MatMul": -1}
+"""Operators with a weight, and the axis of its output channels."""
 
 Fact = tuple[str, Any, str]
 """The name of a rule, the operator, and what is seen there; "" if the rule says it all."""
@@ -27,6 +33,101 @@ OPERATIONS = {
 
 KINDS = {"int32": "int32-bias", "uint8": "unsigned", **dict.fromkeys(("int16", "uint16"), "16-bits"),
          **dict.fromkeys(("int4", "uint4", "int2", "uint2"), "4-bits")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid of one QuantizeLinear or DequantizeLinear: `scale` and `zero_point` are None where the model computes
+    them, `kind` is the name of the integers' type, `axis` that of the scales."""
+
+    node: Any
+    scale: Array | None
+    zero_point: Array | None
+    kind: str
+    axis: int
+
+    def equals(self, other: "Grid") -> bool:
+        """Whether it is known that both have the same scale, zero point and type."""
+        pairs = ((self.scale, other.scale), (self.zero_point, other.zero_point))
+        same = all(a is not None and b is not None and np.array_equal(np.ravel(a), np.ravel(b)) for a, b in pairs)
+        return same and self.kind == other.kind
+
+
+class QuantizedGraph(Edges):
+    """A graph, and the operators that its runtime moves quantizers across: their first operand's values are theirs."""
+
+    def __init__(self, graph: Any, moving: Sequence[str]) -> None:
+        super().__init__(graph)
+        self.nodes, self.moving = list(graph.node), moving
+        self.constant = set(self.stored)
+        axes = [axis for each in graph.input for axis in each.type.tensor_type.shape.dim]
+        self.free = not all(axis.HasField("dim_value") for axis in axes)  # whether a batch may have any size
+        for node in self.nodes:
+            if node.input and all(name in self.constant for name in node.input if name):
+                self.constant.update(node.output)
+
+    def grid(self, node: Any) -> Grid:
+        """The grid of a QuantizeLinear or a DequantizeLinear."""
+        from onnx import TensorProto, helper
+
+        scale, zero_point = (self.stored.get(name) for name in [*node.input[1:3], ""][:2])
+        given = attributes(node)
+        quantize = node if is_quantize(node) else self.maker(node.input[0], QUANTIZE)
+        typed = zero_point if zero_point is not None else self.stored.get(node.input[0])
+        if typed is not None and typed.dtype != np.float32:
+            kind = typed.dtype.name
+        elif quantize is not None and quantize is not node:
+            kind = self.grid(quantize).kind
+        else:
+            kind = helper.tensor_dtype_to_np_dtype(given.get("output_dtype", 0) or TensorProto.UINT8).name
+        if len(node.input) < 3 or not node.input[2]:
+            zero_point = np.zeros(1)
+        return Grid(node, scale, zero_point, kind, given.get("axis", 1))
+
+    def moves(self, node: Any) -> bool:
+        """Whether the values of an operator are its first operand's; those of a linear Resize are not."""
+        moving = node is not None and node.op_type in self.moving
+        return moving and attributes(node).get("mode", b"nearest") == b"nearest"
+
+    def origin(self, name: str) -> str:
+        """The tensor whose values were moved to this one."""
+        while self.moves(self.made.get(name)):
+            name = self.made[name].input[0]
+        return name
+
+    def grid_of(self, name: str) -> Grid | None:
+        """The grid of the values of a tensor, which may have been moved; None for floats."""
+        node = self.maker(self.origin(name), DEQUANTIZE)
+        return None if node is None else self.grid(node)
+
+    def behind(self, name: str) -> list[Any]:
+        """Who reads a tensor, across operators that move it; None is the user. Equal quantizers are one reader."""
+        found: list[Any] = []
+        for node in self.read_by.get(name, []):
+            for each in self.behind(node.output[0]) if self.moves(node) else [node]:
+                known = [self.grid(other) for other in found if is_quantize(other)]
+                if not is_quantize(each) or not any(self.grid(each).equals(other) for other in known):
+                    found.append(each)
+        return found
+
+    def channel_axis(self, layer: Any, weight: Grid) -> int | None:
+        """The axis of the stored weight that holds a layer's output channels; None behind a reshape."""
+        rank = len(getattr(self.stored.get(weight.node.input[0]), "shape", "12"))
+        turned = attributes(layer).get("transB")
+        name, axis = layer.input[1], (0 if turned else LAYERS[layer.op_type]) % rank
+        while name != weight.node.output[0]:
+            node = self.maker(name, "Transpose", "Identity")
+            if node is None:
+                return None
+            if node.op_type == "Transpose":
+                axis = attributes(node).get("perm", range(rank)[::-1])[axis]
+            name = node.input[0]
+        return axis
+
+
+def is_quantize(node: Any) -> bool:
+    """Whether a reader is a QuantizeLinear."""
+    return node is not None and node.op_type == QUANTIZE
 
 
 def facts(found: QuantizedGraph, in_float: frozenset[Any]) -> Iterator[Fact]:
@@ -58,7 +159,7 @@ def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
         if grid.scale.size > 1 and not constant:
             yield "channel-activation", node, f"{grid.scale.size} scales"
     if node.op_type == QUANTIZE:
-        for reader in found.read.get(node.output[0], []):
+        for reader in found.read_by.get(node.output[0], []):
             if reader is None or reader.op_type != DEQUANTIZE:
                 yield "integer-operator", node, "the output" if reader is None else reader.op_type
         before, across = found.grid_of(node.input[0]), found.origin(node.input[0]) != node.input[0]
@@ -102,7 +203,7 @@ def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
 
 def _end(found: QuantizedGraph, node: Any) -> Any:
     """The operator that ends a layer: the Add of a MatMul's bias, or the layer itself."""
-    behind = found.read.get(node.output[0], [])
+    behind = found.read_by.get(node.output[0], [])
     is_linear = node.op_type == "MatMul" and node.input[1] in found.constant and len(behind) == 1
     is_bias = is_linear and behind[0] is not None and behind[0].op_type == "Add"
     return behind[0] if is_bias and any(name in found.constant for name in behind[0].input) else node
@@ -141,9 +242,9 @@ def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
 def _is_shared(found: QuantizedGraph, grid: Grid) -> bool:
     """Whether not only one operator reads the integers of a quantizer, behind one DequantizeLinear."""
     quantize = grid.node if is_quantize(grid.node) else found.maker(grid.node.input[0], QUANTIZE)
-    pairs = found.read.get(quantize.output[0], []) if quantize is not None else []
+    pairs = found.read_by.get(quantize.output[0], []) if quantize is not None else []
     return len(pairs) > 1 or any(
-        pair is None or pair.op_type != DEQUANTIZE or len(found.read.get(pair.output[0], [])) > 1 for pair in pairs
+        pair is None or pair.op_type != DEQUANTIZE or len(found.read_by.get(pair.output[0], [])) > 1 for pair in pairs
     )
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qat.export.onnx.graph import readers
+from qat.export.onnx.graph import copy_of, readers, rename_inputs
 from qat.export.onnx.operators import LAYER, QUANTIZER
 from qat.integers.evaluation import numbered
 
@@ -24,7 +24,7 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
         last = next((each for each in read_by.get(node.output[0], []) if each and each.op_type == "Clip"), node)
         new = numbered(name, seen)
         for reader in read_by.get(last.output[0], []):
-            reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
+            rename_inputs(reader, {last.output[0]: new})
         last.output[0] = new
         node.name = new
     present = {expected[name] for name in seen}
@@ -66,34 +66,35 @@ def own_initializers(proto: Any) -> None:
             for place in (0, 2):
                 if place < len(copy.input):
                     copy.input[place] = _own(proto, copy.input[place], taken)
-    ordered = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    ordered = [copy_of(node) for node in nodes]
     del proto.graph.node[:]
     proto.graph.node.extend(ordered)
 
 
 def _one_for_each_reader(proto: Any, node: Any) -> list[Any]:
-    """The node for its first reader, and a copy for every further one."""
-    readers = [reader for reader in proto.graph.node if node.output[0] in reader.input]
+    # the node for its first reader, and a copy for every further one
+    reading = [reader for reader in proto.graph.node if node.output[0] in reader.input]
     copies = [node]
-    for number, reader in enumerate(readers[1:], 1):
-        copy = type(node).FromString(node.SerializeToString())
+    for number, reader in enumerate(reading[1:], 1):
+        copy = copy_of(node)
         copy.name, copy.output[0] = f"{node.name}.{number}", f"{node.output[0]}.{number}"
-        reader.input[:] = [copy.output[0] if name == node.output[0] else name for name in reader.input]
+        rename_inputs(reader, {node.output[0]: copy.output[0]})
         copies.append(copy)
     return copies
 
 
 def _own(proto: Any, name: str, taken: set[str]) -> str:
-    """The initializer's name if this is its first reader, else the name of a new copy."""
+    # the initializer itself for its first reader, a new copy for every other
     if name not in taken:
         taken.add(name)
         return name
     number = next(number for number in range(1, len(taken) + 2) if f"{name}.{number}" not in taken)
     original = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
-    proto.graph.initializer.add().CopyFrom(original)
-    proto.graph.initializer[-1].name = f"{name}.{number}"
-    taken.add(f"{name}.{number}")
-    return f"{name}.{number}"
+    copy = proto.graph.initializer.add()
+    copy.CopyFrom(original)
+    copy.name = own = f"{name}.{number}"
+    taken.add(own)
+    return own
 
 
 def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
@@ -118,7 +119,7 @@ def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Seq
     for end in (*graph.input, *graph.output):
         end.name = new.get(end.name, end.name)
     for node in graph.node:
-        node.input[:] = [new.get(name, name) for name in node.input]
+        rename_inputs(node, new)
         node.output[:] = [new.get(name, name) for name in node.output]
 
 
