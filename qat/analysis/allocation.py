@@ -63,7 +63,6 @@ def allocate(
 
 
 def _check(numbers: Table[Choice], least: float, what: str) -> None:
-    """That there are layers with choices, and a number for each."""
     if not numbers or not all(numbers.values()):
         raise ValueError("allocate: every layer needs choices, and there must be a layer")
     for layer, given in numbers.items():
@@ -74,7 +73,7 @@ def _check(numbers: Table[Choice], least: float, what: str) -> None:
 
 
 def _solved(losses: list[float], layers: list[list[float]], limits: list[tuple[list[float], float]]) -> list[bool]:
-    """Which pairs of a layer and a choice are taken: one in each row of layers, with no row's sum above its limit."""
+    # Which pairs of a layer and a choice are taken: one in each row of layers, with no row's sum above its limit.
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 

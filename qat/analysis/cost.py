@@ -88,6 +88,5 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
 
 
 def _width(quantizers: list[Quantizer], role: str) -> int:
-    """The widest grid among quantizers of a role."""
     widths = (FLOAT_BITS if each.is_disabled else each.spec.bits for each in quantizers if each.role == role)
     return max(widths, default=FLOAT_BITS)

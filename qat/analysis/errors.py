@@ -86,7 +86,6 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
 
 
 def _quantized_alone(layer: QuantLayer, args: Any, kwargs: Any, in_use: set[Quantizer]) -> Tensor:
-    """The layer's output with its own quantizers on, for the inputs of a call in which all were off."""
     handed = [kwargs.get(key) for key in layer.quantizer_arguments]
     own = [each for each in (*layer.modules(), *handed) if isinstance(each, Quantizer) and each in in_use]
     try:

@@ -75,7 +75,7 @@ def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight
 
 
 def _refusal(quantizer: Quantizer, most_bits: int) -> str | None:
-    """Why a weight has no integer that stays while the weight and the parameters of its grid do; None if it has."""
+    # Why a weight has no integer that stays while the weight and the parameters of its grid do; None if it has.
     kind, rule = type(quantizer), quantizer.spec.rule
     if not quantizer.exportable:
         return f"has the rule {rule!r}, whose values lie on no integer grid"
@@ -117,7 +117,7 @@ def _inner_weight(owner: CompositeTwin, key: str) -> Tensor:
 
 
 def _of_functions(graph: fx.GraphModule) -> dict[str, Callable[[], Tensor]]:
-    """What the functions of a prepared graph read as their weight, where the model alone decides it."""
+    # What the functions of a prepared graph read as their weight, where the model alone decides it.
     found: dict[str, Callable[[], Tensor]] = {}
     for node in graph.graph.nodes:
         if node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), QuantFunction):
@@ -126,7 +126,7 @@ def _of_functions(graph: fx.GraphModule) -> dict[str, Callable[[], Tensor]]:
 
 
 def _is_constant(node: Any) -> bool:
-    """Whether a value follows from attributes of the model by functions alone, such as `in_proj_weight.chunk(3)[0]`."""
+    # Whether a value follows from attributes of the model by functions alone, such as `in_proj_weight.chunk(3)[0]`.
     if not isinstance(node, fx.Node):
         return True
     return node.op == "get_attr" or (
@@ -135,7 +135,6 @@ def _is_constant(node: Any) -> bool:
 
 
 def _value(graph: fx.GraphModule, node: Any) -> Any:
-    """What a constant node stands for now."""
     if not isinstance(node, fx.Node):
         return node
     if node.op == "get_attr":

@@ -118,7 +118,7 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
 
 
 def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
-    """The logarithms of the classes' probabilities, in double precision: small losses are differences of these."""
+    # The logarithms of the classes' probabilities, in double precision: small losses are differences of these.
     logits = run_batch("layer_losses", model, inputs)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
         given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

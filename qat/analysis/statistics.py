@@ -97,7 +97,7 @@ def weight_samples(model: nn.Module) -> dict[Quantizer, Callable[[], Tensor]]:
 
 
 def _sample_of_rows(rows_of: Callable[[], Tensor], quantizer: Quantizer) -> Tensor:
-    """Some inputs of every output channel; all of a weight whose rule finds its scale in it."""
+    # Some inputs of every output channel; all of a weight whose rule finds its scale in it.
     rows = rows_of().detach()
     whole = quantizer.spec.granularity == "group" or type(quantizer).grid is not Quantizer.grid
     return rows if whole or rows.dim() < 2 else rows[:, :: 1 + rows.numel() // SAMPLE]
@@ -112,7 +112,6 @@ def sampled_activation(quantizer: Quantizer, x: Tensor, y: Tensor) -> tuple[Tens
 
 
 def _of(quantizer: Quantizer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """The statistics of a tensor and the quantized one, each of shape ()."""
     x, y = x.float(), y.float()
     row = {"sqnr": sqnr(x, y)}
     if quantizer.uniform and quantizer.exportable:

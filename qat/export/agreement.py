@@ -110,7 +110,7 @@ def same_class(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def _top1(pairs: list[Pair], which: int) -> float | None:
-    """Percent correct for the first output of the model (0) or the file (1); an answer with NaN is wrong."""
+    # Percent correct for the first output of the model (0) or the file (1); an answer with NaN is wrong.
     right = []
     for *both, labels in pairs:
         if labels is None:

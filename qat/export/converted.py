@@ -86,7 +86,6 @@ def convert(model: nn.Module, execution: Execution = "reference") -> IntegerMode
 
 
 def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
-    """The integers of an `evaluation_copy`."""
     exported = execution == "export"
     frozen = freeze(evaluated, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):

@@ -117,7 +117,6 @@ def export_onnx(
 
 
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
-    """The integers of a model as torch.onnx records them, by their names in the model."""
     evaluated = evaluation_copy(model)
     drop_defaults(evaluated)
     rewrite_for_runtime(evaluated, operations)

@@ -84,7 +84,7 @@ def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
 
 
 def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]:
-    """What is frozen in a module at this path, in the order in which it runs, or is registered without a graph."""
+    # What is frozen in a module at this path, in the order in which it runs, or is registered without a graph.
     if isinstance(module, FrozenLayer):
         yield module.layer_name, _of_layer(module)
     elif isinstance(module, FrozenParameter):

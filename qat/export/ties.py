@@ -138,12 +138,12 @@ def explained(
 
 
 def _right(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Of which predictions the class and the values are right, output by output."""
+    # Of which predictions the class and the values are right, output by output.
     return [equal_predictions([both]) & close_predictions([both]) for both in pairs]
 
 
 def _sums(layers: list[LayerDifference]) -> list[LayerDifference]:
-    """The differences of several batches, added layer by layer."""
+    # The differences of several batches, added layer by layer.
     found: dict[Any, LayerDifference] = {}
     for each in layers:
         old = found.setdefault((each.name, each.fused), replace(each, elements=0, differing=0, beyond_ties=0))

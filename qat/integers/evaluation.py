@@ -93,7 +93,6 @@ def numbered(name: str, seen: Counter[str]) -> str:
 
 
 def _drop_resting(model: fx.GraphModule) -> None:
-    """Let the readers of dropouts read what these pass."""
     for node in list(model.graph.nodes):
         if rests(submodule_of(model, node)) and len(node.all_input_nodes) == 1:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -101,7 +100,7 @@ def _drop_resting(model: fx.GraphModule) -> None:
 
 
 def _drop_sized(model: fx.GraphModule) -> None:
-    """Leave out quantizers of tensors of which only the size is read: a file would lack them."""
+    # Leave out quantizers of tensors of which only the size is read: a file would lack them.
     read: set[fx.Node] = set()
     for node in reversed(model.graph.nodes):
         values = any(user in read and not asks_for_shape(user) for user in node.users)
@@ -114,10 +113,8 @@ def _drop_sized(model: fx.GraphModule) -> None:
 
 @torch.no_grad()
 def _fold(model: fx.GraphModule, fold_quantizers: bool) -> None:
-    """Store what layers compute from parameters alone: it never changes, and a runtime would compute it differently.
-
-    A quantized parameter that a matrix product reads is left, unless asked for: it is stored as integers.
-    """
+    # Store what layers compute from parameters alone: it never changes, and a runtime would compute it differently. A
+    # quantized parameter that a matrix product reads is left, unless asked for: it is stored as integers.
     fixed = fixed_nodes(model.graph)
     left = () if fold_quantizers else Quantizer
     if not any(node.op == "call_module" and not isinstance(submodule_of(model, node), left) for node in fixed):

@@ -82,7 +82,7 @@ class CrossLayerEqualization:
 
 
 def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
-    """Two layers that follow each other, the first one's norm, and whether a factor passes between them."""
+    # Two layers that follow each other, the first one's norm, and whether a factor passes between them.
     once, norms = used_once(graph), _normed(graph)
     for node in graph.graph.nodes:
         second = called(graph, node)
@@ -103,7 +103,7 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
 
 
 def _normed(graph: PreparedGraph) -> dict[Any, Any]:
-    """The layers whose BatchNorm can take a factor of each channel, and these."""
+    # The layers whose BatchNorm can take a factor of each channel, and these.
     once, pairs = used_once(graph), [(called(graph, node), norm_of(graph, node)) for node in graph.graph.nodes]
     return {
         layer: norm for layer, norm in pairs
@@ -112,7 +112,6 @@ def _normed(graph: PreparedGraph) -> dict[Any, Any]:
 
 
 def _leads_on(node: fx.Node) -> bool:
-    """Whether a node has one input and one reader."""
     return node.op.startswith("call_") and len(node.all_input_nodes) == 1 and len(node.users) == 1
 
 
@@ -121,7 +120,7 @@ def _is_homogeneous(module: nn.Module | None, node: fx.Node) -> bool:
 
 
 def _is_pairable(module: nn.Module | None) -> TypeGuard[QuantLayer]:
-    """A layer whose input channels are an axis of its weight, or a depthwise one."""
+    # A layer whose input channels are an axis of its weight, or a depthwise one.
     if not owns_weight(module) or module.input_quantizer is not None:
         return False
     layer: Any = module
@@ -131,7 +130,7 @@ def _is_pairable(module: nn.Module | None) -> TypeGuard[QuantLayer]:
 
 
 def _outputs(layer: Any) -> Tensor:
-    """The weight with a row for each output channel."""
+    # The weight with a row for each output channel.
     rows: Tensor = layer.channels_first(layer.weight)
     return rows.flatten(1)
 

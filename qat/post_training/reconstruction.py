@@ -101,7 +101,6 @@ class AdaRound:
         return stretch.one_by_one()
 
     def _fit(self, unit: Stretch, soft: dict[str, SoftRounding], generator: torch.Generator) -> None:
-        """Let h, and the scales of activations if they learn too, follow the gradient of the loss."""
         module, targets = unit.module(), unit.targets()
         if not _floating(targets):
             return  # classes have no gradient
@@ -130,7 +129,6 @@ class AdaRound:
         optimizer.zero_grad()
 
     def _dropped(self, on_grids: tuple[Any, ...], floats: tuple[Any, ...], generator: torch.Generator) -> Any:
-        """The inputs of a step: quantized ones, with some of their elements as they are in float."""
         if not self.drop:
             return on_grids
         return pytree.tree_map(lambda y, x: _mix(self.drop, generator, x, y), on_grids, floats)
@@ -173,7 +171,7 @@ class QDrop(BRECQ):
 
 
 def _distance(answers: Any, targets: Any) -> Tensor:
-    """channels * mean((y - t)^2), the sum of all outputs; channels are axis 1 of images, else the last."""
+    # channels * mean((y - t)^2), the sum of all outputs; channels are axis 1 of images, else the last.
     total = torch.zeros(())
     for y, t in zip(_floating(answers), _floating(targets), strict=True):
         total = total.to(y.device) + (y - t).square().mean() * y.shape[1 if y.dim() > 3 else -1]
@@ -181,7 +179,6 @@ def _distance(answers: Any, targets: Any) -> Tensor:
 
 
 def _power(targets: list[Any]) -> float:
-    """mean(t^2) of all targets."""
     found = _floating(targets)
     return sum(float(t.double().square().sum()) for t in found) / max(sum(t.numel() for t in found), 1)
 
@@ -191,7 +188,7 @@ def _floating(values: Any) -> list[Tensor]:
 
 
 def _beta(progress: float) -> float | None:
-    """The exponent of the penalty; None while there is no penalty."""
+    # The exponent of the penalty; None while there is no penalty.
     if progress < WARM_UP:
         return None
     first, last = BETAS
@@ -199,20 +196,19 @@ def _beta(progress: float) -> float | None:
 
 
 def _mix(drop: float, generator: torch.Generator, x: Any, y: Any) -> Any:
-    """y, with a random share of its elements from x."""
+    # y, with a random share of its elements from x.
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
     return torch.where(torch.rand(y.shape, generator=generator).to(y.device) < drop, x, y)
 
 
 def _mixed(drop: float, generator: torch.Generator, _: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-    """A hook of a quantizer: some of the elements pass in float."""
     mixed: Tensor = _mix(drop, generator, args[0], y)
     return mixed
 
 
 def _left_out(model: nn.Module, done: set[nn.Module]) -> str:
-    """Which quantized weights keep rounding to nearest, and why; "" if none do."""
+    # Which quantized weights keep rounding to nearest, and why; "" if none do.
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantLayer):

@@ -116,7 +116,6 @@ def between(graph: PreparedGraph, starts: tuple[fx.Node, ...], end: Any) -> fx.G
 
 
 def _needed(starts: tuple[fx.Node, ...], end: Any) -> set[fx.Node]:
-    """The nodes that are computed between others, and these."""
     found, open_nodes = set(starts), list[fx.Node]()
     fx.map_arg(end, open_nodes.append)
     while open_nodes:
@@ -150,7 +149,7 @@ def stretches(model: nn.Module, original: nn.Module, batches: Iterable[Batch], i
 
 
 def _pieces(inputs: Any, images: int) -> list[Any]:
-    """Inputs in pieces of so many images; whole if their tensors do not agree on how many there are."""
+    # Inputs in pieces of so many images; whole if their tensors do not agree on how many there are.
     if isinstance(inputs, list):  # of images, each of its own size
         return [inputs]
     leaves, structure = pytree.tree_flatten(inputs)
@@ -164,7 +163,6 @@ def _pieces(inputs: Any, images: int) -> list[Any]:
 
 
 def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Any]) -> list[Values]:
-    """The values of a graph's arguments in each of its calls while the model runs."""
     found: list[Values] = []
     arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
 
@@ -183,7 +181,7 @@ def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Any]) -> list[Va
 
 
 def _cuts(graph: PreparedGraph) -> Iterator[tuple[tuple[fx.Node, ...], Any]]:
-    """Starts and end of each stretch. A cut is behind a quantizer whose tensor is all that is read later."""
+    # Starts and end of each stretch. A cut is behind a quantizer whose tensor is all that is read later.
     nodes = [node for node in graph.graph.nodes if node.op != "get_attr"]
     last_read = {value: place for place, node in enumerate(nodes) for value in node.all_input_nodes}
     starts = tuple(node for node in nodes if node.op == "placeholder")

@@ -45,7 +45,7 @@ _ANY = (True, False)
 
 
 def _int8_weight_limits(lowest: int) -> GridLimits:
-    """Signed, symmetric, per tensor or channel: all runtimes but ONNX Runtime, which accepts more, require this."""
+    # Signed, symmetric, per tensor or channel: all runtimes but ONNX Runtime, which accepts more, require this.
     return GridLimits(8, lowest, signed=(True,), symmetric=(True,), granularities=("tensor", "channel"))
 
 

@@ -142,7 +142,6 @@ def facts(found: QuantizedGraph, in_float: frozenset[Any]) -> Iterator[Fact]:
 
 
 def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
-    """What is seen at a quantizer, or at the DequantizeLinear of stored integers."""
     node = grid.node
     if grid.kind in KINDS or grid.kind.startswith("float8"):
         yield KINDS.get(grid.kind, "float8"), node, "" if grid.kind in ("int32", "uint8") else grid.kind
@@ -168,7 +167,6 @@ def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
 
 
 def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
-    """What is seen at a convolution or product."""
     x, weight = (found.grid_of(name) for name in node.input[:2])
     constant, last = node.input[1] in found.constant, _end(found, node)
     in_integers = [each for each in found.behind(last.output[0]) if is_quantize(each)]
@@ -202,7 +200,7 @@ def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
 
 
 def _end(found: QuantizedGraph, node: Any) -> Any:
-    """The operator that ends a layer: the Add of a MatMul's bias, or the layer itself."""
+    # The operator that ends a layer: the Add of a MatMul's bias, or the layer itself.
     behind = found.read_by.get(node.output[0], [])
     is_linear = node.op_type == "MatMul" and node.input[1] in found.constant and len(behind) == 1
     is_bias = is_linear and behind[0] is not None and behind[0].op_type == "Add"
@@ -210,7 +208,7 @@ def _end(found: QuantizedGraph, node: Any) -> Any:
 
 
 def _kernel(found: QuantizedGraph, node: Any, operands: list[Grid]) -> Iterator[Fact]:
-    """Whether an operator with quantized operands has a result that one quantizer reads, and integers of one type."""
+    # Whether an operator with quantized operands has a result that one quantizer reads, and integers of one type.
     behind = found.behind(_end(found, node).output[0])
     clip = behind[0] if len(behind) == 1 and behind[0] is not None and behind[0].op_type in ("Relu", "Clip") else None
     behind = behind if clip is None else found.behind(clip.output[0])
@@ -229,7 +227,7 @@ def _kernel(found: QuantizedGraph, node: Any, operands: list[Grid]) -> Iterator[
 
 
 def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
-    """Whether the values of a grid end where a Relu or Clip does, so that the quantizer alone clips as much."""
+    # Whether the values of a grid end where a Relu or Clip does, so that the quantizer alone clips as much.
     if grid.scale is None or grid.zero_point is None or "int" not in grid.kind:
         return False
     limits, given = np.iinfo(grid.kind), [*clip.input[1:], "", ""]
@@ -240,7 +238,7 @@ def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
 
 
 def _is_shared(found: QuantizedGraph, grid: Grid) -> bool:
-    """Whether not only one operator reads the integers of a quantizer, behind one DequantizeLinear."""
+    # Whether not only one operator reads the integers of a quantizer, behind one DequantizeLinear.
     quantize = grid.node if is_quantize(grid.node) else found.maker(grid.node.input[0], QUANTIZE)
     pairs = found.read_by.get(quantize.output[0], []) if quantize is not None else []
     return len(pairs) > 1 or any(
@@ -249,7 +247,6 @@ def _is_shared(found: QuantizedGraph, grid: Grid) -> bool:
 
 
 def _operator(found: QuantizedGraph, node: Any, in_float: frozenset[Any]) -> Iterator[Fact]:
-    """What is seen at any other operator."""
     if node.op_type.startswith(("QLinear", "DynamicQuantize", "TRT_")) or node.op_type.endswith("Integer"):
         yield "operator-format", node, node.op_type
     elif node.op_type == "Cast" and "int4" in getattr(found.stored.get(node.input[0]), "dtype", np.dtype(float)).name:

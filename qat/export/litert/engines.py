@@ -93,7 +93,6 @@ class TorchFile:
 
 
 def _as_stored(x: Tensor, end: Any) -> Array:
-    """In the layout of an input, and as its integers if it has a grid."""
     values: Array = x.detach().cpu().permute(layout(x.dim())).contiguous().numpy()
     if (grid := end.quantization) is None or grid.scale is None:
         return values
@@ -102,7 +101,6 @@ def _as_stored(x: Tensor, end: Any) -> Array:
 
 
 def _as_torch(values: Array, end: Any, codes: bool) -> Tensor:
-    """In the layout of torch; the values that integers stand for, unless those are asked for."""
     if not codes and (grid := end.quantization) is not None and grid.scale is not None:
         values = (values.astype(np.float32) - grid.zeroPoint[0]) * np.float32(grid.scale[0])
     return torch.from_numpy(values).permute(np.argsort(layout(values.ndim)).tolist()).contiguous()

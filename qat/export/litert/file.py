@@ -150,7 +150,7 @@ class ModelFile:
 
     def _buffer(self, values: Array) -> int:
         class Aligned(self.schema.BufferT):  # type: ignore[misc, name-defined]
-            """The schema's own packs bytes wherever they fall."""
+            # The schema's own packs bytes wherever they fall.
 
             def Pack(self, builder: Any) -> Any:  # noqa: N802 - the schema's name
                 builder.Prep(ALIGNMENT, len(self.data))
@@ -161,7 +161,7 @@ class ModelFile:
 
 
 def _in_nibbles(values: Array) -> Array:
-    """Two integers in a byte, the first in the lower half."""
+    # Two integers in a byte, the first in the lower half.
     flat = values.reshape(-1).astype(np.uint8) & 15
     flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
     return flat[::2] | flat[1::2] << 4

@@ -41,7 +41,6 @@ def binary(kind: str) -> Handler:
 
 
 def _as_wide(writer: Writer, shape: Shape, operation: str, operands: Sequence[Any]) -> list[Coded]:
-    """Operands with as many axes as the result."""
     read = [writer.coded(each, operation) for each in operands]
     ones = [(1,) * (len(shape) - len(each.axes.dims)) for each in read]
     return [moved(x, front + x.axes.shape, writer) if x.axes.sizes else x for x, front in zip(read, ones, strict=True)]
@@ -118,7 +117,7 @@ def hardsigmoid(writer: Writer, shape: Shape, x: Any) -> Pending:
 def _one_channel_each(
     writer: Writer, grid: Grid, kernel: Sequence[int], channels: int, weight: tuple[int, int], bias: int
 ) -> list[int]:
-    """Weight and bias of a depthwise convolution: everywhere code / (divisor * code), with the bias in its steps."""
+    # Weight and bias of a depthwise convolution: everywhere code / (divisor * code), with the bias in its steps.
     code, divisor = weight
     step = 1 / (divisor * code)
     codes, sums = np.full((1, *kernel, channels), code, np.int8), np.full(channels, bias, np.int32)
@@ -218,8 +217,6 @@ def concatenation(writer: Writer, shape: Shape, tensors: Sequence[Any], axis: in
 
 
 def _joined(writer: Writer, shape: Shape, kind: str, parts: Sequence[Coded], **options: Any) -> Any:
-    """An operator whose operands all lie on the grid of the result."""
-
     def emit(grid: Grid, low: float, high: float) -> Coded:
         inputs = [writer.stored(writer.requantized(each, grid)) for each in parts]
         bounds = (low, high) if grid is FLOAT else None

@@ -150,11 +150,9 @@ def _operands(writer: Writer, x: Any, *parameters: Any) -> Coded:
 
 
 def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: Any, grid: Grid) -> list[int]:
-    """The constants of a weight and a bias, for a result on this grid.
-
-    Integers of few bits are stored as multiples by a power of two, of a scale that is as much smaller: the kernels that
-    compute in fixed point round a sum twice, the first time to its unit.
-    """
+    # The constants of a weight and a bias, for a result on this grid. Integers of few bits are stored as multiples by a
+    # power of two, of a scale that is as much smaller: the kernels that compute in fixed point round a sum twice, the
+    # first time to its unit.
     scales, sums, name = weight.scale.reshape(-1), bias.codes.long(), weight.layer or "weight"
     if grid is FLOAT:
         floats = codes * scales.reshape([-1 if each == axis else 1 for each in range(codes.dim())])

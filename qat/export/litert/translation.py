@@ -135,7 +135,6 @@ class Translation(fx.Interpreter):
     def _quantized(
         self, x: Any, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
     ) -> Coded:
-        """A tensor on the grid of a quantizer, with its name."""
         grid = Grid.of(scale, zero_point, low, high)
         if isinstance(x, Pending):
             made = x.emit(grid, x.low, x.high)
@@ -152,7 +151,6 @@ class Translation(fx.Interpreter):
         return made
 
     def _input(self, x: fx.Node, grid: Grid, low: float, high: float) -> Coded:
-        """An input of the file."""
         axes = Axes.stored(x.meta["val"].shape)
         if grid is FLOAT:
             raise UnwritableError(f"no quantizer reads the input {x.name!r}")
@@ -165,7 +163,6 @@ class Translation(fx.Interpreter):
         return self.writer.result("QUANTIZE", [self._float_input(x)], axes.shape, grid, (low, high))
 
     def _float_input(self, x: fx.Node) -> int:
-        """The tensor of an input: the one that it has, or one of floats."""
         if x.name not in self.inputs:
             shape = x.meta["val"].shape
             stored = [shape[axis] for axis in layout(len(shape))]
@@ -187,7 +184,7 @@ class Translation(fx.Interpreter):
 
 
 def _place(node: fx.Node) -> str:
-    """Where a node comes from, for errors: the module that calls it, and the call."""
+    # Where a node comes from, for errors: the module that calls it, and the call.
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values() if path]
     call = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))

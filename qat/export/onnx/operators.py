@@ -75,7 +75,6 @@ def _operator(
     axis: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> Tensor:
-    """One ONNX operator in the graph that is being exported."""
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
     result: Tensor = torch.onnx.ops.symbolic(
         name, inputs, attributes, dtype=dtype, shape=shape, version=opset, metadata_props=metadata

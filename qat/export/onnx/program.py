@@ -42,7 +42,7 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
 
 
 def _atan2(y: Any, x: Any) -> Any:
-    """atan2 as ONNX's operators; torch.onnx's own is -pi where y = 0 and x < 0."""
+    # atan2 as ONNX's operators; torch.onnx's own is -pi where y = 0 and x < 0.
     from onnxscript import opset18
 
     op: Any = opset18
@@ -113,7 +113,7 @@ def name_outputs(program: Any, proto: Any) -> None:
 
 
 def _fixed(size: Any, exported: Any) -> int | None:
-    """The only length that an axis may have; None if it is free."""
+    # The only length that an axis may have; None if it is free.
     if isinstance(size, int):
         return size
     limits = exported.range_constraints.get(size.node.expr)
@@ -121,7 +121,7 @@ def _fixed(size: Any, exported: Any) -> int | None:
 
 
 def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dynamic shapes that let every tensor's first axis have any length, unless the model computes with that length."""
+    # Dynamic shapes that let every tensor's first axis have any length, unless the model computes with that length.
 
     def free(x: Any) -> Any:
         return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None

@@ -54,11 +54,9 @@ def _rewrite(model: fx.GraphModule, path: str, operations: OnnxOperations) -> No
 
 
 def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
-    """The quantizer to call again behind an operation that keeps its grid, where ONNX Runtime loses it.
-
-    These are the operations in `NOT_PROPAGATED`, and for a grid in int8 also max pooling and reshaping: there ONNX
-    Runtime 1.31 writes a zero point of the wrong type and then refuses its own graph.
-    """
+    # The quantizer to call again behind an operation that keeps its grid, where ONNX Runtime loses it. These are the
+    # operations in `NOT_PROPAGATED`, and for a grid in int8 also max pooling and reshaping: there ONNX Runtime 1.31
+    # writes a zero point of the wrong type and then refuses its own graph.
     if not passes_grid(node, model) or node.meta.get(FACTS, ()) is None:  # the pieces of a split are stated each
         return None
     source = grid_of(node, model)
@@ -72,7 +70,6 @@ def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
 
 
 def _restate(model: fx.GraphModule, node: fx.Node, name: str, again: FrozenQuantizer) -> None:
-    """Quantize a result again on the grid that it is on already, which changes no value."""
     model.add_submodule(name, again)
     with node.graph.inserting_after(node):
         call = node.graph.call_module(name)
@@ -81,7 +78,6 @@ def _restate(model: fx.GraphModule, node: fx.Node, name: str, again: FrozenQuant
 
 
 def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:
-    """Whether a node is adaptive average pooling to one pixel, or the mean that is the same."""
     module = submodule_of(model, node)
     size: Any = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
     if node.target is F.adaptive_avg_pool2d:
@@ -90,7 +86,7 @@ def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:
 
 
 def _scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:
-    """Whether ONNX Runtime's integer average takes these scales: their ratio must be below 256 and at least 2^-32."""
+    # Whether ONNX Runtime's integer average takes these scales: their ratio must be below 256 and at least 2^-32.
     source = grid_of(node.args[0], model) if isinstance(node.args[0], fx.Node) else None
     reader = next((user for user in node.users if isinstance(submodule_of(model, user), Quantizer)), None)
     if source is None or reader is None:

@@ -170,7 +170,6 @@ class LayerComparison:
 
 
 def _off(ours: Tensor, theirs: Tensor) -> int:
-    """How many answers differ by more than float32 rounding."""
     most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
     return int((~torch.isclose(ours, theirs.float(), rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
 
