@@ -13,7 +13,8 @@ from qat.analysis.table import float_results, said_of
 from qat.collectives import is_sharded
 from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model, described, does_not_run
-from qat.integers.frozen import CONTAINER_BITS
+from qat.integers.freezing import freeze
+from qat.integers.frozen import CONTAINER_BITS, FreezingError, Operations
 from qat.integers.grids import rounds_half_to_even
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.parts import prepared_parts
@@ -123,6 +124,14 @@ def check_new_file(path: Path, caller: str = "export_onnx") -> None:
         raise IsADirectoryError(f"{caller}: {str(path)!r} is a folder; give the file in it, such as model.onnx")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{caller}: there is no folder {str(path.parent)!r} to write to; create it first")
+
+
+def frozen_for(caller: str, evaluated: nn.Module, operations: Operations, weights_alone: bool = False) -> nn.Module:
+    """`freeze` an `evaluation_copy`; what has no integers is refused in the caller's name."""
+    try:
+        return freeze(evaluated, operations, weights_alone=weights_alone)
+    except FreezingError as error:
+        raise ValueError(f"{caller}: {error}") from None
 
 
 def why_not_exported(

@@ -10,11 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 
-from qat.export.checks import check_integers
+from qat.export.checks import check_integers, frozen_for
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy, numbered
-from qat.integers.freezing import freeze
-from qat.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenTable, Operations
+from qat.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable, Operations
 
 Array = npt.NDArray[Any]
 
@@ -75,10 +74,7 @@ def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
     """
     expect_model(integer_weights, model)
     check_integers(model, "integer_weights")
-    try:
-        frozen = freeze(evaluation_copy(model), Operations(), weights_alone=True)
-    except FreezingError as error:
-        raise ValueError(f"integer_weights: {error}") from None
+    frozen = frozen_for("integer_weights", evaluation_copy(model), Operations(), weights_alone=True)
     seen: Counter[str] = Counter()
     return {numbered(name, seen): arrays for name, arrays in _arrays(frozen, "")}
 

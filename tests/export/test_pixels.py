@@ -12,7 +12,7 @@ from torch import nn
 
 import qat
 from qat.export import optimized_operators
-from qat.export.onnx.pixels import take_pixels
+from qat.export.exporter import take_pixels
 from qat.training.data.transforms import ToInput
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.export.litert.axes import layout
-from qat.export.litert.file import HIGHEST, LOWEST, Array
-from qat.export.litert.reading import ReadFile
+from qat.export.litert.file import HIGHEST, LOWEST, Array, ReadFile
+from qat.export.litert.values import layout
 from qat.inputs import as_arguments
 from qat.torch_internals import pytree
 

@@ -1,7 +1,8 @@
-"""`ModelFile`: the tensors, operators and buffers of one .tflite file."""
+"""The tensors, operators and buffers of one .tflite file: `ModelFile` writes them, `ReadFile` reads any tool's."""
 
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,8 +132,6 @@ class ModelFile:
 
     def packed(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, Any]) -> bytes:
         """The file: its inputs and outputs by name, and notes that go into its metadata, each as JSON."""
-        import flatbuffers
-
         schema, builtin = self.schema, self.schema.BuiltinOperator
         self._graph.inputs, self._graph.outputs = [*inputs.values()], [*outputs.values()]
         ends = ([schema.TensorMapT(*each) for each in named.items()] for named in (inputs, outputs))
@@ -144,9 +143,7 @@ class ModelFile:
             3, codes, [self._graph], "qat", self._buffers, metadata=noted,
             signatureDefs=[schema.SignatureDefT(*ends, signatureKey="serving_default")],
         )  # fmt: skip
-        builder = flatbuffers.Builder(4096)
-        builder.Finish(model.Pack(builder), b"TFL3")
-        return bytes(builder.Output())
+        return _in_bytes(model)
 
     def _buffer(self, values: Array) -> int:
         class Aligned(self.schema.BufferT):  # type: ignore[misc, name-defined]
@@ -165,3 +162,57 @@ def _in_nibbles(values: Array) -> Array:
     flat = values.reshape(-1).astype(np.uint8) & 15
     flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
     return flat[::2] | flat[1::2] << 4
+
+
+def _in_bytes(model: Any) -> bytes:
+    import flatbuffers
+
+    builder = flatbuffers.Builder(4096)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    return bytes(builder.Output())
+
+
+def require_litert(caller: str) -> None:
+    """Raise an ImportError that says what to install."""
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        raise ImportError(f"{caller}: ai-edge-litert is not installed; pip install ste-qat[litert]")
+
+
+class ReadFile:
+    """The first graph of a file: its tensors, their names, its ends, and what is noted in it."""
+
+    def __init__(self, data: bytes) -> None:
+        require_litert("a .tflite file")
+        from ai_edge_litert import schema_py_generated as schema
+
+        if not schema.Model.ModelBufferHasIdentifier(data, 0):
+            raise ValueError("it is no .tflite file; qat.export_litert writes one")
+        self._model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data))
+        self._graph = self._model.subgraphs[0]
+        self._kinds = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}
+        self.tensors: list[Any] = self._graph.tensors
+        self.names = [tensor.name.decode() for tensor in self.tensors]
+        self.inputs = [self.tensors[number] for number in self._graph.inputs]
+        named = {end.tensorIndex: end.name.decode() for each in self._model.signatureDefs or () for end in each.inputs}
+        self.input_names = [named.get(number, self.names[number]) for number in self._graph.inputs]
+        self.outputs = [self.tensors[number] for number in self._graph.outputs]
+
+    def operators(self) -> Iterator[tuple[str, Any]]:
+        """Name and object of every operator, in order."""
+        for each in self._graph.operators:
+            yield self._kinds[self._model.operatorCodes[each.opcodeIndex].builtinCode], each
+
+    def notes(self) -> dict[str, Any]:
+        """The metadata that is JSON."""
+        found = {}
+        for note in self._model.metadata or []:
+            try:
+                found[note.name.decode()] = json.loads(bytes(self._model.buffers[note.buffer].data))
+            except (ValueError, TypeError):  # other tools' own
+                continue
+        return found
+
+    def with_outputs(self, names: Sequence[str]) -> bytes:
+        """The file with these tensors as its outputs, in this order."""
+        self._graph.outputs, self._model.signatureDefs = [self.names.index(name) for name in names], []
+        return _in_bytes(self._model)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qat.export.litert.engines import open_micro
-from qat.export.litert.reading import ReadFile
+from qat.export.litert.file import ReadFile
 
 COLUMNS = ("layer", "operator", "channel", "multiplier", "shift", "input_zero_point", "output_zero_point")
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
 from qat.export.litert.products import VALID, pad, padded, pair
-from qat.export.litert.values import ANY, Coded, Pending, Shape, UnwritableError, Weight, Writer
+from qat.export.litert.values import ANY, Axes, Coded, Pending, Shape, UnwritableError, Weight, Writer, layout
 from qat.integers.grids import holds_bound
 
 Handler = Callable[..., Any]

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Array, Grid
-from qat.export.litert.values import Coded, Pending, Shape, UnwritableError, Weight, Writer
+from qat.export.litert.values import Axes, Coded, Pending, Shape, UnwritableError, Weight, Writer, layout, stored_sizes
 
 SAME, VALID = 0, 1
 """The schema's numbers."""
@@ -64,7 +63,7 @@ def transposed_convolution(
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         codes, biases = _parameters(writer, weight, weight.codes.permute(1, 2, 3, 0), 0, bias, grid)
-        inputs = [writer.numbers([wide[axis] for axis in layout(4)]), codes, writer.stored(x), biases]
+        inputs = [writer.numbers(stored_sizes(wide)), codes, writer.stored(x), biases]
         options: dict[str, Any] = {"padding": SAME if same else VALID, "strideH": steps[0], "strideW": steps[1]}
         found = writer.result("TRANSPOSE_CONV", inputs, wide, grid, (low, high), **options)
         return writer.sliced(found, shape, {k + 2: slice(first[k], first[k] + shape[k + 2]) for k in (0, 1)})
