@@ -52,9 +52,7 @@ def sensitivity(
     '1'
     """
     expect_model(sensitivity, model)
-    every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
-    if not every:
-        raise ValueError("sensitivity: the model has no quantizer in use; call qat.prepare first")
+    every = _in_use("sensitivity", model)
     results: dict[str, Any] = {"layers": []}
     jobs = [("baseline", every, results), ("float", [], results)]
     for name, parts in operands_of(model).items():
@@ -98,9 +96,7 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
     True
     """
     given = [inputs_and_labels("layer_losses", batch)[0] for batch in as_batches(layer_losses, model, batches)]
-    every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
-    if not every:
-        raise ValueError("layer_losses: the model has no quantizer in use; call qat.prepare first")
+    every = _in_use("layer_losses", model)
     if not given:
         raise ValueError("layer_losses: there is no batch")
     losses = {}
@@ -115,6 +111,13 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
                 off = [(y.exp() * (y - z)).sum(1) for y, z in zip(expected, found, strict=True)]
                 losses[name] = float(torch.cat(off).mean())
     return losses
+
+
+def _in_use(caller: str, model: nn.Module) -> list[Quantizer]:
+    every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
+    if not every:
+        raise ValueError(f"{caller}: the model has no quantizer in use; call qat.prepare first")
+    return every
 
 
 def _log_shares(model: nn.Module, inputs: Any) -> Tensor:

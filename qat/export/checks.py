@@ -14,8 +14,7 @@ from qat.collectives import is_sharded
 from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model, described, does_not_run
 from qat.integers.freezing import freeze
-from qat.integers.frozen import CONTAINER_BITS, FreezingError, Operations
-from qat.integers.grids import rounds_half_to_even
+from qat.integers.frozen import CONTAINER_BITS, FreezingError, Operations, rounds_half_to_even
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph

@@ -56,6 +56,11 @@ class Grid:
         rounded = float((torch.tensor(value) / self.scale).round()) + self.zero_point  # in float32, as a quantizer does
         return int(max(self.low, min(self.high, rounded)))
 
+    def holds(self, bound: float) -> bool:
+        """Whether a bound of values lies on a level, or beyond all of them."""
+        level = bound / self.scale + self.zero_point
+        return not self.low < level < self.high or abs(level - round(level)) < 1e-4
+
     def fused(self, low: int, high: int) -> tuple[str, int, int]:
         """The fused activation that bounds integers the most without passing low .. high; and its bounds."""
         best = ("NONE", LOWEST, HIGHEST)

@@ -5,7 +5,7 @@ Every handler takes the writer, the shape of the result in torch, and the argume
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
 from qat.export.litert.products import VALID, pad, padded, pair
 from qat.export.litert.values import ANY, Axes, Coded, Pending, Shape, UnwritableError, Weight, Writer, layout
-from qat.integers.grids import holds_bound
 
 Handler = Callable[..., Any]
 
@@ -132,7 +131,7 @@ def clamp(writer: Writer, shape: Shape, x: Any, low: float | None = None, high: 
     if isinstance(x, Pending):
         return Pending(x.emit, x.operation, max(x.low, bounds[0]), min(x.high, bounds[1]))
     x = coded = writer.coded(x, "a clamp")
-    if all(holds_bound(bound, *astuple(x.grid)) for bound in bounds):
+    if all(map(x.grid.holds, bounds)):
         return writer.requantized(x, x.grid, bounds)
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
