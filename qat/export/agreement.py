@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.inputs import Batch, inputs_and_labels, run_batch
 from qat.integers.following import ROUNDING, LayerDifference
+from qat.torch_internals import pytree
 
 TOLERANCE = 0.01
 """How far a value may be off and count as equal, as a share of the range of the model's output: between two and three
@@ -56,6 +58,18 @@ class Verification:
         return self.agreement >= MIN_AGREEMENT and self.close >= MIN_AGREEMENT
 
 
+def output_tensors(answer: Any) -> list[Tensor]:
+    """The tensors of a torch model's answer, in the order of the file's outputs."""
+    return [leaf.cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
+
+
+def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
+    """The inputs of a batch; and the model's outputs, those that `run` gives, and the labels, if they are classes."""
+    inputs, labels = inputs_and_labels(caller, batch)
+    expected = output_tensors(run_batch(caller, model, inputs))
+    return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
+
+
 def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
     """Compare the outputs of all batches."""
     if not pairs:
@@ -81,9 +95,10 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
 
 def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Which predictions of one output are equal, of the model and of the file: one flat tensor for all batches."""
-    if has_classes(both[0][0]):
-        return torch.cat([same_class(a, b).flatten() for a, b in both])
-    return close_predictions(both)
+    if not _has_classes(both[0][0]):
+        return close_predictions(both)
+    same = [(a.argmax(1) == b.argmax(1)) & a.isfinite().all(1) & b.isfinite().all(1) for a, b in both]
+    return torch.cat([each.flatten() for each in same])
 
 
 def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -95,18 +110,11 @@ def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
     span = known.max() - known.min() if known.numel() else 0.0
     allowed = torch.as_tensor(TOLERANCE * span).clamp(min=ROUNDING * known.abs().max() if known.numel() else 0.0)
     close = [(a.double() - b.double()).abs() <= allowed for a, b in both]  # false for NaN and infinities
-    return torch.cat([(each.all(1) if has_classes(first) else each).flatten() for each in close])
+    return torch.cat([(each.all(1) if _has_classes(first) else each).flatten() for each in close])
 
 
-def has_classes(output: Tensor) -> bool:
-    """Whether an output has values for several classes along axis 1."""
+def _has_classes(output: Tensor) -> bool:
     return output.is_floating_point() and output.dim() > 1 and output.shape[1] > 1
-
-
-def same_class(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Where both have their largest value along axis 1 at the same index, and no NaN or infinity."""
-    finite = ours.isfinite().all(1) & theirs.isfinite().all(1)
-    return (ours.argmax(1) == theirs.argmax(1)) & finite
 
 
 def _top1(pairs: list[Pair], which: int) -> float | None:
@@ -116,7 +124,7 @@ def _top1(pairs: list[Pair], which: int) -> float | None:
         if labels is None:
             continue
         logits = both[which][0]
-        if not has_classes(logits) or labels.shape != logits[:, 0].shape:
+        if not _has_classes(logits) or labels.shape != logits[:, 0].shape:
             return None
         right.append(((logits.argmax(1) == labels.to(logits.device)) & ~logits.isnan().any(1)).flatten())
     return 100.0 * torch.cat(right).double().mean().item() if right else None

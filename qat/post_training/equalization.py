@@ -91,7 +91,7 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
         passes, before = True, node.args[0]
         while not _is_pairable(first := called(graph, before)) and isinstance(before, fx.Node) and _leads_on(before):
             kept = isinstance(first, Quantizer) and not first.is_frozen
-            passes = passes and (kept or _is_homogeneous(first, before))
+            passes = passes and (kept or (before.target if first is None else type(first)) in HOMOGENEOUS)
             before = before.args[0]
         if _is_pairable(first) and first in once and len(before.users) == 1:
             norm = norm_of(graph, before)
@@ -113,10 +113,6 @@ def _normed(graph: PreparedGraph) -> dict[Any, Any]:
 
 def _leads_on(node: fx.Node) -> bool:
     return node.op.startswith("call_") and len(node.all_input_nodes) == 1 and len(node.users) == 1
-
-
-def _is_homogeneous(module: nn.Module | None, node: fx.Node) -> bool:
-    return type(module) in HOMOGENEOUS if module is not None else node.target in HOMOGENEOUS
 
 
 def _is_pairable(module: nn.Module | None) -> TypeGuard[QuantLayer]:

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 import qat
 from qat.export import compare_layers, optimized_operators
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 class Beside(nn.Module):
     """A layer and another one read the same integers, and both results are read as integers."""

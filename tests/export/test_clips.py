@@ -14,8 +14,6 @@ import qat
 from qat.export import compare_layers
 from qat.export.onnxruntime.passes import fold_clips
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 def exported(act: nn.Module, bits: int, path: Path, share: float = 1.0) -> tuple[nn.Module, Tensor]:
     """Two convolutions with a clip between them, whose grid ends at this share of what calibration found."""

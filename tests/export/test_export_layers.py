@@ -20,8 +20,6 @@ from qat.layers import QuantFunction, QuantLayer
 from qat.quantizer import Quantizer
 from tests.references.prepared_case import activation_quantizers, draw
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 Inputs = dict[str, Tensor]
 
 

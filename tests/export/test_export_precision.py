@@ -18,8 +18,6 @@ from qat.kernels.cpu import processor
 from tests.export import test_export_layers as layers
 from tests.references.prepared_case import Plain
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 class Shared(nn.Module):
     """Layers of one width: one that is called twice, a transposed one, and a small weight that is read twice."""

@@ -10,8 +10,6 @@ from torch import nn
 
 import qat
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 NAMES = ["0.weight_quantizer.scale", "input_quantizer.zero_point", "0.weight", "2.bias", "1.running_var"]
 X = torch.randn(4, 3, 8, 8)
 

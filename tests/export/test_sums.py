@@ -13,8 +13,6 @@ from qat.training.config.schema import RunConfig
 from qat.training.run.logging import RunLog
 from qat.training.run.proof import Proof, export_and_prove
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 class Block(nn.Module):
     """Two sums: a convolution reads the first one, the second one and a convolution the other."""

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 import qat
 from qat.export import compare_layers, lint_onnx
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 OUTPUT_CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": -1, "MatMul": -1}
 """The axis of an operator's weight that may have a scale for each of its elements."""
 

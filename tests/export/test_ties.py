@@ -14,9 +14,6 @@ from qat.export import exporter as exporter_module
 from qat.quantizer import create_quantizer
 from tests.references.prepared_case import Plain
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
 BETWEEN = {"nothing": nn.Identity(), "pool": nn.MaxPool2d(2), "reshape": nn.Flatten(2), "relu": nn.ReLU()}
 
 

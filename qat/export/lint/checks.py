@@ -72,7 +72,7 @@ class QuantizedGraph(Edges):
 
         scale, zero_point = (self.stored.get(name) for name in [*node.input[1:3], ""][:2])
         given = attributes(node)
-        quantize = node if is_quantize(node) else self.maker(node.input[0], QUANTIZE)
+        quantize = node if _is_quantize(node) else self.maker(node.input[0], QUANTIZE)
         typed = zero_point if zero_point is not None else self.stored.get(node.input[0])
         if typed is not None and typed.dtype != np.float32:
             kind = typed.dtype.name
@@ -105,8 +105,8 @@ class QuantizedGraph(Edges):
         found: list[Any] = []
         for node in self.read_by.get(name, []):
             for each in self.behind(node.output[0]) if self.moves(node) else [node]:
-                known = [self.grid(other) for other in found if is_quantize(other)]
-                if not is_quantize(each) or not any(self.grid(each).equals(other) for other in known):
+                known = [self.grid(other) for other in found if _is_quantize(other)]
+                if not _is_quantize(each) or not any(self.grid(each).equals(other) for other in known):
                     found.append(each)
         return found
 
@@ -125,8 +125,7 @@ class QuantizedGraph(Edges):
         return axis
 
 
-def is_quantize(node: Any) -> bool:
-    """Whether a reader is a QuantizeLinear."""
+def _is_quantize(node: Any) -> bool:
     return node is not None and node.op_type == QUANTIZE
 
 
@@ -169,7 +168,7 @@ def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
 def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
     x, weight = (found.grid_of(name) for name in node.input[:2])
     constant, last = node.input[1] in found.constant, _end(found, node)
-    in_integers = [each for each in found.behind(last.output[0]) if is_quantize(each)]
+    in_integers = [each for each in found.behind(last.output[0]) if _is_quantize(each)]
     if x is None or weight is None:
         rounded = weight is None and constant and node.op_type != "MatMul" and in_integers
         what = "its input" if x is None else "its weight" if constant else "its second operand"
@@ -212,7 +211,7 @@ def _kernel(found: QuantizedGraph, node: Any, operands: list[Grid]) -> Iterator[
     behind = found.behind(_end(found, node).output[0])
     clip = behind[0] if len(behind) == 1 and behind[0] is not None and behind[0].op_type in ("Relu", "Clip") else None
     behind = behind if clip is None else found.behind(clip.output[0])
-    grids = [found.grid(each) for each in behind if is_quantize(each)]
+    grids = [found.grid(each) for each in behind if _is_quantize(each)]
     if len(behind) == 1 and grids:
         if clip is not None and not _ends_within(found, clip, grids[0]):
             yield "clip-kept", node, f"{clip.op_type} in front of {grids[0].node.name or grids[0].node.output[0]}"
@@ -239,7 +238,7 @@ def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
 
 def _is_shared(found: QuantizedGraph, grid: Grid) -> bool:
     # Whether not only one operator reads the integers of a quantizer, behind one DequantizeLinear.
-    quantize = grid.node if is_quantize(grid.node) else found.maker(grid.node.input[0], QUANTIZE)
+    quantize = grid.node if _is_quantize(grid.node) else found.maker(grid.node.input[0], QUANTIZE)
     pairs = found.read_by.get(quantize.output[0], []) if quantize is not None else []
     return len(pairs) > 1 or any(
         pair is None or pair.op_type != DEQUANTIZE or len(found.read_by.get(pair.output[0], [])) > 1 for pair in pairs
@@ -254,7 +253,7 @@ def _operator(found: QuantizedGraph, node: Any, in_float: frozenset[Any]) -> Ite
     joins = node.op_type in ELEMENTWISE
     given = [name for name in node.input if name] if joins else list(node.input[:1])
     grids = [grid for grid in map(found.grid_of, given) if grid is not None]
-    behind = [found.grid(each) for each in found.behind(node.output[0]) if is_quantize(each)] if node.output else []
+    behind = [found.grid(each) for each in found.behind(node.output[0]) if _is_quantize(each)] if node.output else []
     if not grids:
         layers = [found.maker(name, "Conv") for name in given if name not in found.constant]
         if node.op_type == "Add" and len(layers) == 2 and any(each and found.grid_of(each.input[0]) for each in layers):

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from qat.contexts import evaluating, in_full_precision
-from qat.export.agreement import Follow, Verification, judge
+from qat.export.agreement import Follow, Verification, answers, judge
 from qat.export.checks import check_finite
 from qat.export.litert.engines import TorchFile
 from qat.export.litert.file import HIGHEST, ReadFile
-from qat.export.onnxruntime.verification import answers
 from qat.inputs import Batch, as_batches, check_model, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import Follower, LayerDifference

@@ -24,7 +24,7 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
     order = list(inspect.signature(frozen.forward).parameters)
 
     def run(samples: int) -> Any:
-        args, kwargs = example_arguments(example_inputs, samples)
+        args, kwargs = _example_arguments(example_inputs, samples)
         kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         shapes = _free_batch(args, kwargs) if samples > 1 else None
         with quiet_export():
@@ -62,9 +62,7 @@ def refuse_lost_options(program: Any) -> None:
                 raise ValueError(f"export_onnx: {module or node.name}: torch.onnx loses {name}={value}; {cure}")
 
 
-def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments on the CPU, in float32, with one sample or at least two."""
-
+def _example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def ready(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x

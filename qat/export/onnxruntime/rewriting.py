@@ -47,7 +47,11 @@ def _rewrite(model: fx.GraphModule, path: str, operations: OnnxOperations) -> No
         quantizer = submodule_of(model, source)
         assert isinstance(quantizer, Quantizer)
         again = FrozenQuantizer(quantizer, f"{path}.{source.target}.again".lstrip("."), operations)
-        _restate(model, node, f"restated_{number}", again)
+        model.add_submodule(f"restated_{number}", again)
+        with node.graph.inserting_after(node):
+            call = node.graph.call_module(f"restated_{number}")
+        node.replace_all_uses_with(call)
+        call.args = (node,)
     for number, node in enumerate(averages):
         average = GlobalAveragePool(operations.opset, dimensions(node) == 2)
         replace_call(model, node, f"global_average_pool_{number}", average, node.args[:1])
@@ -67,14 +71,6 @@ def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
     in_int8 = quantizer.bounds()[0] < 0 and not stored_offset(quantizer)
     lost = node.target in NOT_PROPAGATED or isinstance(submodule_of(model, node), NOT_PROPAGATED_MODULES)
     return source if lost or in_int8 else None
-
-
-def _restate(model: fx.GraphModule, node: fx.Node, name: str, again: FrozenQuantizer) -> None:
-    model.add_submodule(name, again)
-    with node.graph.inserting_after(node):
-        call = node.graph.call_module(name)
-    node.replace_all_uses_with(call)
-    call.args = (node,)
 
 
 def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:

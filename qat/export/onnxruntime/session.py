@@ -97,11 +97,6 @@ def run_session(session: Any, inputs: Any, names: list[str] | None = None) -> li
     return [torch.from_numpy(np.asarray(result)) for result in results]
 
 
-def output_tensors(answer: Any) -> list[Tensor]:
-    """The tensors of a torch model's answer, in the order of the file's outputs."""
-    return [leaf.cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
-
-
 def _feed(session: Any, inputs: Any) -> dict[str, Any]:
     names = [declared.name for declared in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):

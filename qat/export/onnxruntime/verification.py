@@ -5,7 +5,7 @@ import re
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from qat.contexts import evaluating, in_full_precision
-from qat.export.agreement import Pair, Verification, judge
+from qat.export.agreement import Verification, answers, judge, output_tensors
 from qat.export.checks import check_finite
-from qat.export.onnxruntime.session import open_session, output_tensors, run_session
-from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
+from qat.export.onnxruntime.session import open_session, run_session
+from qat.inputs import Batch, as_batches, check_model, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import NEAR_TIE, ROUNDING, Follower, LayerDifference, no_quantizer
 
@@ -55,13 +55,6 @@ def verify_onnx(
         pairs = [answers("verify_onnx", run, model, batch)[1] for batch in given]
     operators = optimized_operators(path, exact=not default_session)
     return judge(pairs, sum(operators[name] for name in FLOAT_CONVOLUTIONS))
-
-
-def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
-    """The inputs of a batch; and the model's outputs, those that `run` gives, and the labels, if they are classes."""
-    inputs, labels = inputs_and_labels(caller, batch)
-    expected = output_tensors(run_batch(caller, model, inputs))
-    return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
 
 
 @in_full_precision
