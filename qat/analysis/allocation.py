@@ -1,4 +1,4 @@
-"""`allocate`: bits of each layer such that the predicted loss is least within a budget, by an exact solver."""
+"""`allocate`: bits of each layer for the least predicted loss within a budget."""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -13,7 +13,7 @@ Table = Mapping[str, Mapping[Choice, float]]
 def allocate(
     losses: Table[Choice], costs: Mapping[str, Table[Choice]], budgets: Mapping[str, float]
 ) -> dict[str, Choice]:
-    """Choose for each layer so that the sum of losses is least, and no sum of costs is above its budget.
+    """Choose for each layer, for the least sum of losses within budgets of costs.
 
         minimise sum(losses[layer][choice])   such that   sum(costs[kind][layer][choice]) <= budgets[kind]
 

@@ -18,7 +18,7 @@ from qat.switches import disable_fake_quant
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of a layer's output in dB (`sqnr` of `quantizer_statistics`); high is good.
+    """The error of a layer's output in dB, as `quantizer_statistics`; high is good.
 
     Attributes:
         name: of the layer in the model; "output" for what the model returns, whose `local` is None.
@@ -32,7 +32,7 @@ class LayerError:
 
 
 def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
-    """The error that each quantized layer adds, and the one that has gathered behind it, in the order of execution.
+    """Measure the error that each quantized layer adds, and what has gathered behind it.
 
     Float is the same model with its quantizers switched off. A layer whose `local` is far below its neighbours' is to
     blame; one whose `cumulative` alone is low inherits its error. Of a layer called twice the first call counts.

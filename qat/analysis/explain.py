@@ -23,7 +23,7 @@ Row = tuple[str, str, str]
 
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None) -> str:
-    """How every quantized layer, activation quantizer and product of activations of a prepared model trains, and why.
+    """Tell how each layer, quantizer and product of a prepared model trains, and why.
 
     Training on codes is the fast way: layers pass integers to each other, and multiply integers where that is exact
     and pays, else floating numbers on the same grids. Whatever cannot do that trains operation by operation, and the

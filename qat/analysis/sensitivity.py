@@ -20,7 +20,7 @@ def sensitivity(
     evaluate: Callable[[nn.Module], Any],
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> dict[str, Any]:
-    """The score of a prepared model with only one layer quantized, and with all but this one, for each of its layers.
+    """Score a model with only one layer quantized, and with all but it, layer by layer.
 
     It is measured in eval mode, without training, with `disable_fake_quant`'s switches: a tensor is quantized once for
     all layers that read it, and they share its effect. What was switched off before stays off.
@@ -70,7 +70,7 @@ def sensitivity(
 
 
 def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """How far the answers are from float with only one layer quantized, for each layer, without labels.
+    """Measure how far one quantized layer moves the answers from float, layer by layer.
 
         loss = mean over images of KL(softmax(float logits) || softmax(logits))
 
@@ -131,7 +131,7 @@ def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:
-    """The quantizers in use of each layer, by role and both, and of each that no layer reads, as they run."""
+    """The quantizers in use, by layer and role, as they run; some no layer reads."""
     owned = {name: [each for each in found if not each.is_disabled] for name, _, found in named_quantizers(model)}
     order = layers_in_order(model)
     read = {each for name, module in order if isinstance(module, QuantLayer) for each in owned[name]}

@@ -34,7 +34,7 @@ Row = tuple[str, str, str, str, str, str]
 
 
 def summary(model: nn.Module) -> str:
-    """A table of a prepared model: every layer and quantizer with its grid, and what stays float with the reason.
+    """Tabulate layers and quantizers with their grids, and what stays float and why.
 
     Args:
         model: from `prepare`, or any module that holds quantized layers.
@@ -101,7 +101,7 @@ def _verdicts(model: nn.Module) -> Iterator[str]:
 
 
 def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers and activation quantizers, each once, as they run; as they are registered without a graph."""
+    """Layers and activation quantizers as they run, or as registered without a graph."""
     wanted = {
         name: module
         for name, module in model.named_modules()
@@ -201,7 +201,7 @@ class _Calls(fx.Tracer):
 
 
 def float_results(model: nn.Module) -> list[str]:
-    """The convolutions of an unprepared model that compute in float in an exported file.
+    """The convolutions of an unprepared model that an exported file computes in float.
 
     Integer kernels need the grid of their result, right behind the activation. A BatchNorm in between does not fold
     without `prepare`, either. Of a model that cannot be traced these are all convolutions but those that are modules by

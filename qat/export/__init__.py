@@ -1,4 +1,4 @@
-"""Deployment: integer files in ONNX and .tflite, and the proof that a file computes what its trained model does."""
+"""Deployment: integer files in ONNX and .tflite, and the proof of what they compute."""
 
 from qat.export.agreement import Verification
 from qat.export.converted import IntegerModel, convert

@@ -1,4 +1,4 @@
-"""Whether two runtimes give the same answers: equal classes, values within a tolerance, or equal integers."""
+"""Comparison of two runtimes' answers: classes, values within a tolerance, integers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Verification:
 
     @property
     def is_right(self) -> bool:
-        """Whether predictions and values are the model's, without a look at near-ties."""
+        """True if predictions and values are the model's, without a look at near-ties."""
         return self.agreement >= MIN_AGREEMENT and self.close >= MIN_AGREEMENT
 
 
@@ -64,7 +64,7 @@ def output_tensors(answer: Any) -> list[Tensor]:
 
 
 def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
-    """The inputs of a batch; and the model's outputs, those that `run` gives, and the labels, if they are classes."""
+    """Return a batch's inputs; and the model's outputs, `run`'s, and labels of classes."""
     inputs, labels = inputs_and_labels(caller, batch)
     expected = output_tensors(run_batch(caller, model, inputs))
     return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
@@ -94,7 +94,7 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
 
 
 def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Which predictions of one output are equal, of the model and of the file: one flat tensor for all batches."""
+    """Tell which predictions of one output are equal, in a flat tensor of all batches."""
     if not _has_classes(both[0][0]):
         return close_predictions(both)
     same = [(a.argmax(1) == b.argmax(1)) & a.isfinite().all(1) & b.isfinite().all(1) for a, b in both]
@@ -102,7 +102,7 @@ def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of which of these predictions every value is right: an equal integer, or off by little of the output's range."""
+    """Tell which predictions have right values: equal integers, or within `TOLERANCE`."""
     first = both[0][0]
     if not first.is_floating_point():
         return torch.cat([(a == b).flatten() for a, b in both])

@@ -19,7 +19,7 @@ Execution = Literal["reference", "export"]
 
 
 class IntegerModel(nn.Module):
-    """What `convert` returns: a graph that computes with integer weights and biases.
+    """The result of `convert`: a graph that computes with integer weights and biases.
 
     Attributes:
         graph_module: the graph, a `torch.fx.GraphModule`; its code is readable.
@@ -98,7 +98,7 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
 
 
 class IntegerOperations(Operations):
-    """As evaluation computes: to the bit, and NaN is refused, for which there is no integer."""
+    """Evaluation's arithmetic, to the bit; NaN is refused, for which there is no integer."""
 
     sums_integers = True
 

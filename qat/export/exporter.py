@@ -52,13 +52,13 @@ def export_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
+    """Write the model as an ONNX file: int8 weights, int32 biases, trained grids.
 
-    For TensorRT (`TargetProfile.float_biases`) biases are floats, and few bits are not packed, and clipped as floats.
-    Ranges are not estimated again. BatchNorm is folded into the weight's scale. Weights of 5 to 8 bits are stored in
-    int8, those of 1 to 4 bits in 4-bit containers, at opset 25 those of 2 bits in 2. The batch axis is free where the
-    model allows it. The output of quantizer `layer1.0.add_quantizer` has this name in the file: so `compare_layers`
-    finds it.
+    The form is QuantizeLinear and DequantizeLinear. For TensorRT (`TargetProfile.float_biases`) biases are floats, and
+    few bits are not packed, and clipped as floats. Ranges are not estimated again. BatchNorm is folded into the
+    weight's scale. Weights of 5 to 8 bits are stored in int8, those of 1 to 4 bits in 4-bit containers, at opset 25
+    those of 2 bits in 2. The batch axis is free where the model allows it. The output of quantizer
+    `layer1.0.add_quantizer` has this name in the file: so `compare_layers` finds it.
 
     Args:
         model: a prepared and calibrated model, or a module of quantized layers of your own; it is not changed. What
@@ -146,7 +146,7 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
 
 
 def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
-    """Put (pixel - 255 * mean) / (255 * std) and the change of layout in front of a model of one image input.
+    """Put (pixel - 255 * mean) / (255 * std) in front of a model of one image input.
 
     mean and std are those of pixels in [0, 1]. It computes in float32 and in the order in which `train.py` normalises
     images, so that every integer behind it is the same.

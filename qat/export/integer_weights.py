@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class IntegerArrays:
-    """The integers of one layer: real weight = (weight - zero_point) * scale, real input likewise.
+    """The integers of one layer: real weight = (weight - zero_point) * scale.
 
     A layer whose input has a grid computes y = (sum((x - input_zero_point) * weight) + bias) * bias_scale, with x the
     codes of its input, and bias_scale = input_scale * scale. BatchNorm is folded in.
@@ -47,7 +47,7 @@ class IntegerArrays:
 
 @torch.no_grad()
 def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
-    """The integers of every quantized layer as NumPy arrays: those that evaluation computes with and ONNX files hold.
+    """The integers of every quantized layer as NumPy arrays, as ONNX files hold them.
 
     Args:
         model: a prepared and calibrated model, also one that was prepared in parts, or a module of quantized layers

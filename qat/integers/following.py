@@ -1,4 +1,4 @@
-"""A model run along the integers of another runtime, so that each layer is compared on the same input integers."""
+"""A model run along another runtime's integers, to compare layer by layer."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ what was seen in any model, and far less than what another scale or a second rou
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """One quantizer's integers in ONNX Runtime and in torch, computed from the same input integers.
+    """One quantizer's integers in a runtime and in torch, from the same input integers.
 
     Attributes:
         name: the quantizer.
@@ -46,7 +46,7 @@ class LayerDifference:
 
 
 class Follower:
-    """Makes a model continue at every quantizer with the integers that another runtime computed there.
+    """Makes a model continue at every quantizer with another runtime's integers.
 
     Args:
         calls: from `quantizer_calls`.

@@ -238,7 +238,7 @@ class FrozenTable(nn.Module):
 
 @torch.no_grad()
 def rounds_half_to_even(quantizer: Quantizer) -> bool:
-    """Whether codes(x) = clamp(round(x / scale) + zero_point) between the levels too, halves to the even integer.
+    """True if codes(x) = clamp(round(x / scale) + zero_point), halves to even.
 
     So every runtime computes an activation's integers from scale and zero point; a weight's are stored.
     """

@@ -1,4 +1,4 @@
-"""`CrossLayerEqualization`: channels of like ranges, by a factor that one layer gives and the next takes back."""
+"""`CrossLayerEqualization`: channels of like ranges between two layers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ DEAD = 1e-6
 
 @dataclass(frozen=True)
 class CrossLayerEqualization:
-    """Give the channels between two layers like ranges; the float model computes the same as before.
+    """Give the channels between two layers like ranges; the float model stays the same.
 
         s = sqrt(r1 / r2);    W1[i], b1[i] <- W1[i] / s[i], b1[i] / s[i];    W2[:, i] <- W2[:, i] * s[i]
 

@@ -1,4 +1,4 @@
-"""AdaRound, BRECQ and QDrop: each weight rounded up or down so that a layer, or a block, answers as the float one.
+"""AdaRound, BRECQ, QDrop: rounding so that layers or blocks answer as in float.
 
 All three minimise, over the rounding of the weights of one layer or block at a time,
 
@@ -74,14 +74,14 @@ class SoftRounding(nn.Module):
 
     @staticmethod
     def refusal(quantizer: Quantizer) -> str | None:
-        """Why the weights of a quantizer cannot be rounded otherwise, as the end of a sentence; None if they can."""
+        """The reason why weights cannot be rounded otherwise, as a sentence's end, or None."""
         own = type(quantizer).compute_codes is not Quantizer.compute_codes
         if own or not quantizer.uniform or not quantizer.exportable:
             return f"since the rule {quantizer.spec.rule!r} finds its integers in a way of its own"
         return "since its quantizer is switched off" if quantizer.passes else None
 
     def h(self) -> Tensor:
-        """How far each element is from the lower level to the upper one, 0 to 1."""
+        """The place of each element between its two levels, 0 to 1."""
         return torch.clamp(torch.sigmoid(self.v) * (1 + 2 * STRETCH) - STRETCH, 0, 1)
 
     def forward(self) -> Tensor:
@@ -100,8 +100,7 @@ class SoftRounding(nn.Module):
 
     @torch.no_grad()
     def write(self) -> int:
-        """Set each element of the layer's weight to the nearer of its two levels; return for how many that is not the
-        level to which the weight itself would be rounded."""
+        """Set weights to the nearer of two levels; return how many leave the nearest one."""
         h = (self.h() > 0.5).float()
         self.layer[0].weight.copy_(self._weight(h))
         return int((torch.clamp(self.floor + h, self.low, self.high) != self.nearest).sum())
@@ -205,7 +204,7 @@ class AdaRound:
 
 @dataclass(frozen=True)
 class BRECQ(AdaRound):
-    """Round the weights of a block together, so that the block's output is that of the float block.
+    """Round the weights of a block together, so that it answers as the float block.
 
     A block is the smallest stretch of the graph that begins and ends with one tensor: a residual block, or one layer of
     a chain. `AdaRound` has the arguments and the cost.
@@ -223,7 +222,7 @@ class BRECQ(AdaRound):
 
 @dataclass(frozen=True)
 class QDrop(BRECQ):
-    """BRECQ with half of the activations in float in each step, drawn at random, and scales that learn.
+    """BRECQ with a random half of the activations in float, and scales that learn.
 
     It is for activations of few bits: the rounding of weights then holds for what the calibration images do not show.
     `AdaRound` has the arguments and the cost.

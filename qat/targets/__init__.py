@@ -1,4 +1,4 @@
-"""Target profiles: the grids on which a runtime computes, and the operations that it computes in integers."""
+"""Target profiles: a runtime's grids, and what it computes in integers."""
 
 from qat.targets.profile import GridLimits, Reason, TargetProfile
 from qat.targets.shipped import PROFILES, profile_of, register_target

@@ -1,4 +1,4 @@
-"""The shipped target profiles, with the reason for every choice and the page that says so; and their registry.
+"""The shipped target profiles, with reasons and sources, and their registry.
 
 docs/targets.md is made from this file (`python -m benchmarks.document`).
 """

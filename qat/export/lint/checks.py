@@ -1,4 +1,4 @@
-"""What is seen in a quantized graph that one runtime or another minds."""
+"""Facts about a quantized graph that one runtime or another minds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +37,10 @@ KINDS = {"int32": "int32-bias", "uint8": "unsigned", **dict.fromkeys(("int16", "
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of one QuantizeLinear or DequantizeLinear: `scale` and `zero_point` are None where the model computes
-    them, `kind` is the name of the integers' type, `axis` that of the scales."""
+    """The grid of one QuantizeLinear or DequantizeLinear.
+
+    `scale` and `zero_point` are None where the model computes them, `kind` names the integers' type.
+    """
 
     node: Any
     scale: Array | None
@@ -47,14 +49,14 @@ class Grid:
     axis: int
 
     def equals(self, other: "Grid") -> bool:
-        """Whether it is known that both have the same scale, zero point and type."""
+        """True if both are known to have the same scale, zero point and type."""
         pairs = ((self.scale, other.scale), (self.zero_point, other.zero_point))
         same = all(a is not None and b is not None and np.array_equal(np.ravel(a), np.ravel(b)) for a, b in pairs)
         return same and self.kind == other.kind
 
 
 class QuantizedGraph(Edges):
-    """A graph, and the operators that its runtime moves quantizers across: their first operand's values are theirs."""
+    """A graph, and the operators that its runtime moves quantizers across."""
 
     def __init__(self, graph: Any, moving: Sequence[str]) -> None:
         super().__init__(graph)
@@ -85,7 +87,7 @@ class QuantizedGraph(Edges):
         return Grid(node, scale, zero_point, kind, given.get("axis", 1))
 
     def moves(self, node: Any) -> bool:
-        """Whether the values of an operator are its first operand's; those of a linear Resize are not."""
+        """True if an operator hands its first operand's values on; a linear Resize does not."""
         moving = node is not None and node.op_type in self.moving
         return moving and attributes(node).get("mode", b"nearest") == b"nearest"
 
@@ -101,7 +103,7 @@ class QuantizedGraph(Edges):
         return None if node is None else self.grid(node)
 
     def behind(self, name: str) -> list[Any]:
-        """Who reads a tensor, across operators that move it; None is the user. Equal quantizers are one reader."""
+        """The readers of a tensor, across moves; None is the user, equal quantizers are one."""
         found: list[Any] = []
         for node in self.read_by.get(name, []):
             for each in self.behind(node.output[0]) if self.moves(node) else [node]:
@@ -111,7 +113,7 @@ class QuantizedGraph(Edges):
         return found
 
     def channel_axis(self, layer: Any, weight: Grid) -> int | None:
-        """The axis of the stored weight that holds a layer's output channels; None behind a reshape."""
+        """The axis of a stored weight with the output channels; None behind a reshape."""
         rank = len(getattr(self.stored.get(weight.node.input[0]), "shape", "12"))
         turned = attributes(layer).get("transB")
         name, axis = layer.input[1], (0 if turned else LAYERS[layer.op_type]) % rank
@@ -130,7 +132,7 @@ def _is_quantize(node: Any) -> bool:
 
 
 def facts(found: QuantizedGraph, in_float: frozenset[Any]) -> Iterator[Fact]:
-    """All facts; `in_float`: the operations that the runtime computes in float between two grids."""
+    """All facts; `in_float` are the operations that a runtime has no integer kernels for."""
     for node in found.nodes:
         if node.op_type == QUANTIZE or (node.op_type == DEQUANTIZE and not found.maker(node.input[0], QUANTIZE)):
             yield from _grid(found, found.grid(node), node.input[0] in found.constant)

@@ -1,4 +1,4 @@
-"""`lint_onnx`, and its rules: what a runtime makes of what is seen in a file, and who says so."""
+"""`lint_onnx` and its rules: what a runtime makes of a fact, and who says so."""
 
 import os
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Rule:
     remedy: str = ""
 
     def severity(self, runtime: str) -> str:
-        """How bad it is there; "" if it is none of that runtime's business."""
+        """The severity for a runtime; "" if it is none of its business."""
         return next((each for each in ("error", "warning", "note") if runtime in getattr(self, each).split()), "")
 
 
@@ -111,8 +111,10 @@ MOVED_BY_ONNX_RUNTIME = ("Identity", "Dropout", "Reshape", "Squeeze", "Unsqueeze
 
 @dataclass(frozen=True)
 class Finding:
-    """An operator that a rule speaks of: its name, or its type and result; and what is seen there, if the rule does not
-    say it."""
+    """An operator that a rule speaks of, by its name, or its type and result.
+
+    `detail` is what is seen there, if the rule does not say it.
+    """
 
     rule: Rule
     severity: str
@@ -121,7 +123,7 @@ class Finding:
 
 
 def lint_onnx(path: str | os.PathLike[str], runtime: str) -> list[Finding]:
-    """What a runtime would refuse in an ONNX file with quantizers, whoever wrote it, or compute in float.
+    """Find what a runtime would refuse in a quantized ONNX file, or compute in float.
 
     Nothing is run. The graphs inside operators (the branches of If, the body of Loop) are not looked into.
 

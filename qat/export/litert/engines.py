@@ -1,4 +1,4 @@
-"""What runs a .tflite file on this machine: LiteRT with XNNPACK or its reference kernels, and TensorFlow Lite Micro."""
+"""Engines for .tflite files: XNNPACK, LiteRT's reference kernels, TFLite Micro."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ ARENA = 64 * 2**20
 
 
 def open_engine(data: bytes, engine: str, threads: int | None = None) -> Callable[[Sequence[Array]], list[Array]]:
-    """A function from inputs to outputs, in the layouts and types of the file; `threads` are LiteRT's."""
+    """A function from inputs to outputs, in the file's layouts; `threads` are LiteRT's."""
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if engine == "micro":
@@ -64,7 +64,7 @@ def open_micro(data: bytes) -> Any:
 
 
 class TorchFile:
-    """A file in an engine, called as its model is, with any batch that is a multiple of its own.
+    """A file in an engine, called as its model is, with any multiple of its batch.
 
     With `codes`, outputs that are integers are not made the values that they stand for.
     """

@@ -36,7 +36,7 @@ def export_litert(
     four_bits: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model for LiteRT (TensorFlow Lite), TensorFlow Lite Micro and what builds on them.
+    """Write the model for LiteRT (TensorFlow Lite) and TensorFlow Lite Micro.
 
     The file computes on the integers that were trained: int8 activations and weights, int32 biases. Every image is
     stored as (N, H, W, C), inputs and outputs too. Prepare the model with `QuantRecipe(target="litert")`.
@@ -68,7 +68,7 @@ class UnwritableWarning(UserWarning):
 
 
 def warn_of_unwritable(model: nn.Module, example_inputs: Inputs) -> None:
-    """Warn of what `export_litert` will refuse, by writing a copy that needs no ranges for nobody."""
+    """Warn of what `export_litert` will refuse, by writing a copy that nobody reads."""
     copied = copy.deepcopy(model)
     for quantizer in copied.modules():
         if isinstance(quantizer, Quantizer):

@@ -1,4 +1,4 @@
-"""The tensors, operators and buffers of one .tflite file: `ModelFile` writes them, `ReadFile` reads any tool's."""
+"""The contents of a .tflite file: `ModelFile` writes, `ReadFile` reads."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ LOWEST, HIGHEST = -128, 127
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers low .. high of int8; fewer than 256 lie at its upper end, where saturation bounds them above.
+    """The integers low .. high of int8; fewer than 256 end at 127, where int8 saturates.
 
     An integer q stands for (q - zero_point) * scale.
     """
@@ -45,7 +45,7 @@ class Grid:
 
     @classmethod
     def of(cls, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None) -> "Grid":
-        """The grid of a frozen quantizer, whose integers are stored in another type or elsewhere in it."""
+        """The grid of a frozen quantizer, whatever type its integers are stored in."""
         limits = torch.iinfo(zero_point.dtype)
         first, last = (limits.min, limits.max) if low is None or high is None else (int(low), int(high))
         shift = HIGHEST - last
@@ -57,12 +57,12 @@ class Grid:
         return int(max(self.low, min(self.high, rounded)))
 
     def holds(self, bound: float) -> bool:
-        """Whether a bound of values lies on a level, or beyond all of them."""
+        """True if a bound of values lies on a level, or beyond all of them."""
         level = bound / self.scale + self.zero_point
         return not self.low < level < self.high or abs(level - round(level)) < 1e-4
 
     def fused(self, low: int, high: int) -> tuple[str, int, int]:
-        """The fused activation that bounds integers the most without passing low .. high; and its bounds."""
+        """The tightest fused activation that keeps low .. high, and its bounds."""
         best = ("NONE", LOWEST, HIGHEST)
         for name, first, last in (("RELU", self.zero_point, HIGHEST), ("RELU6", self.zero_point, self.code(6.0))):
             if best[1] <= first <= low and high <= last <= best[2] and (first, last) != best[1:]:
@@ -136,7 +136,7 @@ class ModelFile:
         return made
 
     def packed(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, Any]) -> bytes:
-        """The file: its inputs and outputs by name, and notes that go into its metadata, each as JSON."""
+        """The file, with these named inputs and outputs, and notes as JSON metadata."""
         schema, builtin = self.schema, self.schema.BuiltinOperator
         self._graph.inputs, self._graph.outputs = [*inputs.values()], [*outputs.values()]
         ends = ([schema.TensorMapT(*each) for each in named.items()] for named in (inputs, outputs))
@@ -184,7 +184,7 @@ def require_litert(caller: str) -> None:
 
 
 class ReadFile:
-    """The first graph of a file: its tensors, their names, its ends, and what is noted in it."""
+    """The first graph of a file: its tensors, their names, its ends and notes."""
 
     def __init__(self, data: bytes) -> None:
         require_litert("a .tflite file")

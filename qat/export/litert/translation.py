@@ -1,4 +1,4 @@
-"""The walk over the traced graph, in which quantization is marked: nodes become values, and operators in the file."""
+"""The walk over a traced graph whose quantization is marked: nodes become operators."""
 
 import operator
 from typing import Any
@@ -43,7 +43,7 @@ def _(codes: Tensor, *_: Any) -> Tensor:
 
 
 class LiteRTOperations(Operations):
-    """Quantization as operators that torch.export records when it traces frozen modules."""
+    """Quantization as operators that torch.export records."""
 
     def quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: Any, quantizer: str) -> Tensor:
         """`quantize`."""
@@ -122,7 +122,7 @@ HANDLERS |= {row: of.of_rows(HANDLERS[image], first) for row, (image, first) in 
 
 
 class Translation(fx.Interpreter):
-    """A program of torch.export, with `LiteRTOperations`, written into a file whose ends are `inputs` and `outputs`."""
+    """A program of torch.export, traced with `LiteRTOperations`, written into a file."""
 
     def __init__(self, writer: Writer, program: Any, integer_ends: bool) -> None:
         super().__init__(program.module(check_guards=False))

@@ -1,4 +1,4 @@
-"""What nodes of a traced graph stand for while a file is written: `Axes` of stored tensors; and who writes it."""
+"""Values of a traced graph while a file is written, and the `Writer` of operators."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ FUSED = {None: "NONE", ANY: "NONE", (0.0, math.inf): "RELU", (0.0, 6.0): "RELU6"
 
 
 class UnwritableError(ValueError):
-    """Something that no operator of LiteRT computes on integers, as the end of a sentence."""
+    """Something that LiteRT cannot compute on integers, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Axes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the torch tensor."""
+        """The torch tensor's shape."""
         return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.dims)
 
     def order(self, axes: Sequence[int]) -> list[int]:
-        """The stored axes in the order of these torch axes; sorted if the tensor lies so in memory."""
+        """The stored axes in the order of these torch axes; sorted if they lie so in memory."""
         return [part for axis in axes for part in self.dims[axis]]
 
     def permuted(self, order: Sequence[int]) -> "Axes":
@@ -64,7 +64,7 @@ class Axes:
         return Axes(self.sizes, tuple(self.dims[axis] for axis in order))
 
     def viewed(self, shape: Sequence[int]) -> "Axes | None":
-        """torch.reshape; None if an axis would have to be split where it has no whole parts."""
+        """torch.reshape; None if an axis does not split into whole parts."""
         parts = [[size] for size in self.sizes]
         waiting = [(axis, 0) for dim in self.dims for axis in dim]
         found: list[list[tuple[int, int]]] = []
@@ -89,7 +89,7 @@ class Axes:
         )
 
     def transposition(self, order: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The shape to see the stored tensor in, and the permutation that brings it in this order of stored axes."""
+        """The shape and permutation that bring the stored axes in this order."""
         breaks = [place for place in range(1, len(order)) if order[place] != order[place - 1] + 1]
         runs = [list(order[first:end]) for first, end in pairwise([0, *breaks, len(order)])]
         ranked = sorted(runs)
@@ -97,7 +97,7 @@ class Axes:
 
 
 def layout(axes: int) -> tuple[int, ...]:
-    """The torch axes of a tensor in the order in which a file stores them: images as NHWC, all else as torch does."""
+    """The torch axes in the order of a file: images as NHWC, all else as torch has them."""
     return (0, 2, 3, 1) if axes == 4 else tuple(range(axes))
 
 
@@ -108,7 +108,7 @@ def stored_sizes(shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Coded:
-    """A tensor of the file with the integers of a torch tensor, whose axes lie in it so."""
+    """A tensor of the file with a torch tensor's integers, and how its axes lie in it."""
 
     tensor: int
     axes: Axes
@@ -117,7 +117,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Pending:
-    """The result of an operation whose grid is not known yet: a quantizer follows, or nothing, which makes it `FLOAT`.
+    """The result of an operation whose grid is not known yet; without one it is `FLOAT`.
 
     `emit` writes the operators, for a grid and the lowest and highest value that an activation lets through.
     """
@@ -140,14 +140,14 @@ class Weight:
 
 
 class Writer:
-    """Writes operators on values into a file; weights that fit 4 bits are stored in 4 if that is wanted."""
+    """Writes operators on values into a file, and small weights in 4 bits if wanted."""
 
     def __init__(self, file: ModelFile, four_bits: bool) -> None:
         self.file, self.four_bits = file, four_bits
         self._moved: dict[tuple[Any, ...], int] = {}
 
     def stored(self, x: Coded, axes: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> int:
-        """The tensor with x's integers in the order of these torch axes, by default in the file's layout."""
+        """The tensor with x's integers in the order of these axes, by default the file's."""
         axes = layout(len(x.axes.dims)) if axes is None else axes
         shape = [x.axes.shape[axis] for axis in axes] if shape is None else shape
         key, order = (x.tensor, x.axes, tuple(axes), tuple(shape)), x.axes.order(axes)
@@ -180,7 +180,7 @@ class Writer:
         self, kind: str, inputs: Sequence[int], shape: Sequence[int], grid: Grid,
         values: tuple[float, float] | None = None, *, fuses: bool = False, **options: Any,
     ) -> Coded:  # fmt: skip
-        """One operator, whose result has this torch shape and lies on the grid, and what else bounds it.
+        """Write one operator with a result of this torch shape on the grid, and its bounds.
 
         `values` are the lowest and the highest that an activation lets through; None: the integers are those of inputs
         on the same grid. `fuses` says whether the operator takes a fused activation; `options` are its others.
@@ -207,7 +207,7 @@ class Writer:
         return [Coded(tensor, Axes.stored(shape), grid) for tensor in made]
 
     def sliced(self, x: Coded, shape: Shape, kept: Mapping[int, slice]) -> Coded:
-        """What slices along torch axes keep of x, in this shape: STRIDED_SLICE."""
+        """STRIDED_SLICE along torch axes, with a result of this shape."""
         if shape == x.axes.shape:
             return x
         bounds = [kept.get(axis, slice(None)).indices(x.axes.shape[axis]) for axis in layout(len(shape))]
@@ -225,7 +225,7 @@ class Writer:
         return x
 
     def requantized(self, x: Coded, grid: Grid, values: tuple[float, float] = ANY, factor: float = 1.0) -> Coded:
-        """x times a number on another grid, within these values; what is to be float32 stays as it is."""
+        """x times a number on another grid, within these values; unchanged for float32."""
         if grid is FLOAT:
             return x
         low, high = map(grid.code, values)
@@ -240,7 +240,7 @@ class Writer:
         return self.clipped(Coded(made, x.axes, grid), low, high, (LOWEST, HIGHEST))
 
     def coded(self, x: Any, operation: str) -> Coded:
-        """An operand as integers of the file; a number or a quantized parameter becomes a constant."""
+        """An operand as integers; a number or a quantized parameter becomes a constant."""
         if isinstance(x, (int, float)) and x:
             grid = Grid(abs(float(np.float32(x))) / HIGHEST, 0, LOWEST, HIGHEST)
             return self._constant("number", np.array([HIGHEST if x > 0 else -HIGHEST], np.int8), grid)

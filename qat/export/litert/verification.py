@@ -1,4 +1,4 @@
-"""`verify_litert` and `compare_litert_layers`: a .tflite file in an engine against its torch model."""
+"""`verify_litert`, `compare_litert_layers`: a .tflite file against its torch model."""
 
 import os
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ def verify_litert(
 def compare_litert_layers(
     path: str | os.PathLike[str], model: torch.nn.Module, inputs: Any, *, engine: str = "xnnpack"
 ) -> list[LayerDifference]:
-    """Compare every quantizer's integers between an engine and torch, each layer given the same input integers.
+    """Compare every quantizer's integers between an engine and torch, layer by layer.
 
     `qat.export.compare_layers` for .tflite files: what it says holds here too.
 
@@ -58,7 +58,7 @@ def compare_litert_layers(
 
 
 def litert_following(path: str | os.PathLike[str], model: torch.nn.Module, engine: str) -> Follow:
-    """A function from inputs to the differences of layers, and to outputs from the file's integers and its own."""
+    """`Follow` of a .tflite file in an engine."""
     copied, file = evaluation_copy(model, fold_quantizers=True), ReadFile(Path(path).read_bytes())
     calls = quantizer_calls(copied)
     paths = {name: path for path, names in calls.items() for name in names if name in file.names}

@@ -1,4 +1,4 @@
-"""Two other formats of an exported file: QOperator, for runtimes without Q/DQ, and QONNX, for FPGAs."""
+"""Two other formats of an exported file: QOperator, and QONNX for FPGAs."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ QONNX_DOMAIN = "qonnx.custom_op.general"
 
 
 def to_qoperator(proto: Any) -> None:
-    """Write convolutions between grids as QLinearConv, and products of matrices as MatMulInteger.
+    """Write convolutions as QLinearConv, and products of matrices as MatMulInteger.
 
     The standard has no others: sums, averages and curves stay between DequantizeLinear and QuantizeLinear, and so do
     convolutions whose result no quantizer reads, or one of another type than their input's. A product of matrices adds
@@ -121,7 +121,7 @@ def _matrix_product(graph: Any, node: Any, edges: Edges) -> None:
 
 
 def to_qonnx(proto: Any) -> None:
-    """Write every quantizer as a Quant, weights as their values behind a Quant of their own, and biases as floats.
+    """Write every quantizer as a Quant, also of weights, and biases as floats.
 
     A weight has the fewest bits that hold its integers; one of -1 and 1 alone is a BipolarQuant. Quant adds the zero
     point before it rounds: where that is odd, an exact tie goes to the other neighbour.
@@ -185,7 +185,7 @@ def _constant_as_quant(graph: Any, node: Any, stored: dict[str, Array]) -> None:
 
 
 def _become_quant(graph: Any, node: Any, x: str, numbers: dict[str, Any], **kind: bool) -> None:
-    """Make a node a Quant of x, with a scale alone a BipolarQuant; the numbers are values, or names of initializers."""
+    # With a scale alone it is a BipolarQuant; the numbers are values, or names of initializers.
     from onnx import helper
 
     names = [x]

@@ -1,4 +1,4 @@
-"""An ONNX graph: `Edges`, which answer questions about it, and the changes that several passes make."""
+"""An ONNX graph: `Edges` answer questions about it; changes that several passes make."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -38,7 +38,7 @@ class Edges:
         return self.read_by[name][0] if len(self.read_by.get(name, ())) == 1 else None
 
     def pair(self, node: Any) -> list[Array] | None:
-        """The two constants behind the first operand: a grid, or bounds; None if one is missing or computed."""
+        """Operands 1 and 2, a grid or bounds; None if one is missing or computed."""
         names = node.input[1:3]
         return [self.stored[name] for name in names] if len(names) == 2 and set(names) <= self.stored.keys() else None
 
@@ -51,14 +51,14 @@ class Edges:
 
 
 def ends_within(limits: list[Array], grid: list[Array]) -> bool:
-    """Whether the values of a grid of 8 bits end within limits, so that clipping them changes nothing."""
+    """True if all values of an 8-bit grid lie within limits: clipping changes nothing."""
     ends = np.iinfo(grid[1].dtype)
     low, high = ((level - grid[1].astype(np.float32).max()) * grid[0].max() for level in (ends.min, ends.max))
     return bool(low >= limits[0] and high <= limits[1])
 
 
 def readers(graph: Any) -> dict[str, list[Any]]:
-    """The operators that read each tensor, and a None for an output of the graph, which a user reads."""
+    """The operators that read each tensor; None for an output, which the user reads."""
     found: dict[str, list[Any]] = {}
     for node in graph.node:
         for name in node.input:
@@ -69,7 +69,7 @@ def readers(graph: Any) -> dict[str, list[Any]]:
 
 
 def stored_arrays(graph: Any) -> dict[str, Array]:
-    """The constants of a graph by name; those in smaller containers also under the name of their 8-bit integers."""
+    """The constants by name; small containers also under the name of their 8-bit integers."""
     from onnx import helper, numpy_helper
 
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}

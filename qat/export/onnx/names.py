@@ -1,4 +1,4 @@
-"""The names of a file's quantizers and weights, those of the model; and initializers for every weight alone."""
+"""The model's names for quantizers and weights; an initializer for every weight."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from qat.integers.evaluation import numbered
 
 
 def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> None:
-    """Give every QuantizeLinear and its integers the name of its quantizer; further calls are numbered.
+    """Name every QuantizeLinear and its integers after the quantizer; number more calls.
 
     Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
     """
@@ -37,7 +37,7 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
 
 
 def name_weights(proto: Any) -> None:
-    """Call the DequantizeLinear of every layer's weight `<layer>.weight`; further calls of a layer are numbered."""
+    """Name every weight's DequantizeLinear `<layer>.weight`; number further calls."""
     seen: Counter[str] = Counter()
     for node in proto.graph.node:
         layer = _metadata(node, LAYER)
@@ -46,7 +46,7 @@ def name_weights(proto: Any) -> None:
 
 
 def own_initializers(proto: Any) -> None:
-    """Give every operator that reads a weight its own DequantizeLinear, integers and zero point.
+    """Give every reader of a weight its own DequantizeLinear, integers and zero point.
 
     The exporter stores equal tensors once and computes equal nodes once. With `session.x64quantprecision=1` ONNX
     Runtime converts every weight to uint8, and names the result after the initializer that it converts. Where two
@@ -98,7 +98,7 @@ def _own(proto: Any, name: str, taken: set[str]) -> str:
 
 
 def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
-    """Give the inputs and outputs of a file the names that are asked for, in their order."""
+    """Rename the inputs and outputs of a file, in their order."""
     graph = proto.graph
     new: dict[str, str] = {}
     for what, ends, names in (("input", graph.input, inputs), ("output", graph.output, outputs)):
@@ -124,7 +124,7 @@ def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Seq
 
 
 def strip_traces(graph: Any) -> None:
-    """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators.
+    """Drop the exporter's stack traces, which name paths and outweigh the operators.
 
     Those of the graphs inside it, the bodies of loops, are dropped too.
     """

@@ -1,4 +1,4 @@
-"""torch.onnx's exporter: example inputs as it wants them, a free batch axis, and the sizes that it found fixed."""
+"""torch.onnx's exporter: its example inputs, a free batch axis, sizes that are fixed."""
 
 import contextlib
 import inspect
@@ -20,7 +20,7 @@ from qat.torch_internals import argument_names, pytree
 
 
 def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
-    """The exporter's program, whose first axis is free, or fixed if the model takes no other length."""
+    """Run the exporter; the first axis is free, unless the model takes one length alone."""
     order = list(inspect.signature(frozen.forward).parameters)
 
     def run(samples: int) -> Any:
@@ -52,7 +52,7 @@ def _atan2(y: Any, x: Any) -> Any:
 
 
 def refuse_lost_options(program: Any) -> None:
-    """Refuse options that torch.onnx drops, or that ONNX's operators have with another meaning."""
+    """Refuse options that torch.onnx drops, or that ONNX's operators mean otherwise."""
     for node in program.exported_program.graph.nodes:
         for name, value in (*zip(argument_names(node.target), node.args, strict=False), *node.kwargs.items()):
             smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
@@ -75,7 +75,7 @@ def _example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any,
 
 
 def fix_sizes(program: Any, proto: Any) -> None:
-    """Write the input sizes that torch.export found fixed into the file, which leaves them free; warn of a batch."""
+    """Write the sizes that torch.export found fixed into the file; warn of a fixed batch."""
     exported = program.exported_program
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
@@ -102,7 +102,7 @@ def fix_sizes(program: Any, proto: Any) -> None:
 
 
 def name_outputs(program: Any, proto: Any) -> None:
-    """Give the outputs of a file their `result_names`, "output." before one that another tensor has."""
+    """Name the outputs by `result_names`, with "output." before a name that is taken."""
     taken = {name for node in proto.graph.node for name in (*node.input, *node.output)}
     taken |= {end.name for end in (*proto.graph.initializer, *proto.graph.input)}
     taken -= {end.name for end in proto.graph.output}
@@ -129,7 +129,7 @@ def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Keep the exporter's log and its own deprecation warnings from the user's terminal; one thread at a time."""
+    """Silence the exporter's log and its deprecation warnings; one thread at a time."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     with warnings_ignored():
         levels = [logger.level for logger in loggers]

@@ -1,4 +1,4 @@
-"""`find_saturation`: whether sums of two integer products in an ONNX file can saturate 16 bits, channel by channel.
+"""`find_saturation`: sums of two integer products that can saturate 16 bits.
 
 x86 without VNNI multiplies uint8 by int8 with `vpmaddubsw`: it adds two products in 16 bits, which hold -32,768 to
 32,767. The largest sum in a channel is the highest code of its input times two weights of one sign.
@@ -54,7 +54,7 @@ PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool",
 
 
 def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
-    """Every product of uint8 by int8 in a file from `export_onnx`, in the order in which they run; each layer once.
+    """Find every product of uint8 by int8 in a file of `export_onnx`, each layer once.
 
     Of the format QOperator those with a stored weight, and of QONNX none.
 
@@ -67,7 +67,7 @@ def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
 
 
 def saturation_of(graph: Any) -> list[Saturation]:
-    """`find_saturation` in a graph; the layers of another tool's file have the names of their operators."""
+    """`find_saturation` in a graph of any tool, whose operators' names are the layers'."""
     edges = Edges(graph)
     found: dict[str, list[int]] = {}
     for node in graph.node:
@@ -90,7 +90,7 @@ def saturation_of(graph: Any) -> list[Saturation]:
 
 
 def worst_pair(row: Any, code: int) -> int:
-    """The sum of two products that is farthest from 0, or the one product if there is one weight.
+    """The sum of two products that is farthest from 0; of one weight, its product.
 
     Any two weights of a channel count as a pair, not only neighbours: the runtime's packing decides which inputs meet
     in one instruction, and it depends on the kernel. A channel with one weight (a depthwise 1x1 convolution) always

@@ -1,4 +1,4 @@
-"""An ONNX file on the disk: weights of few bits in small containers, and a second file for what one cannot hold."""
+"""An ONNX file on the disk: small containers, and a second file above 2 GB."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ LEAST_BYTES, PAGE = 1024, 4096
 
 
 def pack_weights(proto: Any, opset: int) -> None:
-    """Store integers of few bits in the smallest container of the opset, and Cast them to the 8 bits of kernels.
+    """Store few bits in the opset's smallest container, and Cast them to kernels' 8 bits.
 
     A runtime computes constants once, when it loads the file: nothing is slower. Read directly by DequantizeLinear,
     4-bit integers would make ONNX Runtime multiply in float. Of 4 bits with all their levels (-8 to 7), a channel that
@@ -75,7 +75,7 @@ def _in_bytes(values: Array, bits: int) -> bytes:
 
 
 def save(proto: Any, path: Path, notes: dict[str, str]) -> None:
-    """Check a model and write it atomically, with notes; above 2 GB its initializers go to `<file>.data` beside it.
+    """Check a model and write it atomically; above 2 GB initializers go to `<file>.data`.
 
     Two files cannot be replaced at once: where a model of two files is replaced, there is none for a moment, so that
     nobody reads the old operators with the new integers.

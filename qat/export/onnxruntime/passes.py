@@ -1,4 +1,4 @@
-"""Changes of an exported file without which ONNX Runtime would compute another function, or in float.
+"""Changes without which ONNX Runtime would compute another function, or in float.
 
 Exact sums. Its QLinearAdd computes (a - za) * (sa / s) + (b - zb) * (sb / s) in an order of its own. Where the result
 lies within rounding of a tie, its integer is one off. Of 256 levels that is little; but of 8 levels, or where a
@@ -54,7 +54,7 @@ LEVELS = (np.array(0, np.uint8), np.array(255, np.uint8))
 
 
 def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
-    """Write every sum that ends on a grid of fewer than 8 bits, or on a far finer one than its operands', as `Sum`.
+    """Write sums onto grids of few bits, or far finer than their operands', as `Sum`.
 
     Args:
         proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
@@ -75,7 +75,7 @@ def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
 
 
 def fold_clips(proto: Any, *, of_floats: bool = False) -> None:
-    """Leave out every Clip and Relu of floats whose readers are quantizers, whose integers are clipped instead.
+    """Clip integers of quantizers in place of the floats that they alone read.
 
     Those that ONNX Runtime drops by itself stay. An integer Clip is added in uint8 alone: the int8 grids of TensorRT,
     which reads no such Clip, keep theirs in float.
@@ -154,7 +154,7 @@ def _clip_floats(graph: Any) -> None:
 
 
 def add_barriers(proto: Any) -> None:
-    """Put a LeakyRelu of slope 1 before quantizers that would be fused wrongly, and before float layers on a grid."""
+    """Put a LeakyRelu of slope 1 before quantizers and float layers fused wrongly."""
     from onnx import helper
 
     graph, edges = proto.graph, Edges(proto.graph)

@@ -1,4 +1,4 @@
-"""Changes of a graph that let ONNX Runtime compute it on integers: grids stated again, global averages."""
+"""Changes of a graph for ONNX Runtime's integers: grids again, global averages."""
 
 import operator
 from typing import Any
@@ -29,7 +29,7 @@ NOT_PROPAGATED_MODULES = (
 
 
 def rewrite_for_runtime(model: nn.Module, operations: OnnxOperations) -> None:
-    """State grids again where ONNX Runtime loses them, and use its integer global average, in an `evaluation_copy`."""
+    """State grids again where the runtime loses them, and use its global average."""
     for path, graph_module in list(model.named_modules()):
         if isinstance(graph_module, fx.GraphModule):
             _rewrite(graph_module, path, operations)

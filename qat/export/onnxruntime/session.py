@@ -1,4 +1,4 @@
-"""An ONNX Runtime session: how it is opened and run, and whether it multiplies exactly on this processor.
+"""ONNX Runtime sessions, and whether they multiply exactly on this processor.
 
 On x86 without VNNI its default kernels for uint8 by int8 add pairs of products in 16 bits, which saturate above 32,767:
 255 * 127 + 255 * 127 is 64,770. With `EXACT_OPTION` in its options, a session converts weights to uint8, whose kernels
@@ -113,13 +113,13 @@ def _feed(session: Any, inputs: Any) -> dict[str, Any]:
 
 
 def default_is_exact() -> bool:
-    """Whether a session without options multiplies exactly, on this processor or the one that QAT_PROCESSOR names."""
+    """True if a session without options multiplies exactly here, or on QAT_PROCESSOR."""
     asked = processor.asked_for()
     return multiplies_exactly(with_option=False) if asked is None else asked == "vnni"
 
 
 def needs_option() -> bool:
-    """Whether exact products need `EXACT_OPTION` on this processor.
+    """True if exact products need `EXACT_OPTION` on this processor.
 
     Raises:
         RuntimeError: if even a session with this option does not multiply exactly.
@@ -135,7 +135,7 @@ def needs_option() -> bool:
 
 @functools.cache
 def multiplies_exactly(with_option: bool) -> bool:
-    """Whether extreme integers are multiplied exactly: one row, many rows, a convolution, and one in groups.
+    """Multiply extreme integers: one row, many rows, a convolution, one in groups.
 
     `with_option`: whether the session has `EXACT_OPTION`.
     """

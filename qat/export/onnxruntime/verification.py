@@ -1,4 +1,4 @@
-"""`verify_onnx` and `compare_layers`: an exported file in ONNX Runtime against its torch model."""
+"""`verify_onnx` and `compare_layers`: a file in ONNX Runtime against its model."""
 
 import os
 import re
@@ -33,7 +33,7 @@ NUMBER = re.compile(r"\.\d+$")
 def verify_onnx(
     path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, default_session: bool = False
 ) -> Verification:
-    """Run the file in ONNX Runtime over the batches and compare its answers with the model's.
+    """Run the file in ONNX Runtime over batches, and compare it with the model.
 
     Args:
         path: the exported file.
@@ -66,7 +66,7 @@ def compare_layers(
     *,
     default_session: bool = False,
 ) -> list[LayerDifference]:
-    """Compare every quantizer's integers between ONNX Runtime and torch, each layer given the same input integers.
+    """Compare every quantizer's integers between ONNX Runtime and torch, layer by layer.
 
     ONNX Runtime's integers are read at every quantizer. The torch model then computes each next quantizer's integers
     from them, so that a difference is the layer's own and does not come from an earlier one. Reading may keep the
@@ -90,7 +90,7 @@ def compare_layers(
 
 
 class LayerComparison:
-    """A file in a session that also gives the integers of every quantizer, and a copy of the model that follows them.
+    """A file whose session also gives every quantizer's integers, and a model to follow.
 
     The arguments are those of `compare_layers`.
     """
@@ -116,7 +116,7 @@ class LayerComparison:
         self.session, _ = self.reading(())
 
     def reading(self, unread: Collection[str]) -> tuple[Any, list[str]]:
-        """A session that also gives the integers of all quantizers but these, and their names."""
+        """A session that gives the integers of all quantizers but these, and their names."""
         left_out = {name for path in unread for name in self.calls[path]}
         names, given = [name for name in self.names if name not in left_out], self.proto.graph.output
         del given[len(self.outputs) :]
@@ -126,7 +126,7 @@ class LayerComparison:
     def follow(
         self, inputs: Any, unread: Collection[str] = ()
     ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """Every layer, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
+        """`Follow`, with the integers of these quantizers unread."""
         session, names = self.reading(unread) if unread else (self.session, self.names)
         try:
             results = run_session(session, inputs, [*self.outputs, *names])
@@ -145,7 +145,7 @@ class LayerComparison:
         return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
 
     def fused(self, inputs: Any, read: list[Tensor]) -> list[LayerDifference]:
-        """What is computed otherwise where nobody reads integers, given the answers where all are read; or nothing."""
+        """Find what is computed otherwise where nobody reads integers; `read` are the answers."""
 
         def differ(unread: Collection[str]) -> bool:
             return any(map(_off, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
@@ -168,7 +168,7 @@ def _off(ours: Tensor, theirs: Tensor) -> int:
 
 
 def optimized_operators(path: str | os.PathLike[str], *, exact: bool = True) -> Counter[str]:
-    """Operator types and their counts after ONNX Runtime's default optimisation: the operators that really run.
+    """Count the operators that run after ONNX Runtime's default optimisation, by type.
 
     On x86 without VNNI, a default session and an exact one run the same operators with different kernels.
     """
