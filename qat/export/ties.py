@@ -12,8 +12,7 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, answers, close_predictions, equal_predictions
-from qat.export.litert.engines import TorchFile
-from qat.export.litert.verification import litert_following
+from qat.export.litert.engines import TorchFile, litert_following
 from qat.export.onnxruntime.session import open_session, run_session
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.inputs import Batch, as_batches

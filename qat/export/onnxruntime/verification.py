@@ -148,7 +148,7 @@ class LayerComparison:
         """Find what is computed otherwise where nobody reads integers; `read` are the answers."""
 
         def differ(unread: Collection[str]) -> bool:
-            return any(map(_off, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
+            return any(map(_beyond_rounding, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
 
         found, left = list[str](), list(self.calls) if differ(self.calls) else []
         while left and not (found and differ(found)):  # the fewest that are enough
@@ -157,12 +157,14 @@ class LayerComparison:
         layers, answers = self.follow(inputs, found) if found else ([], [])
         for name, (ours, theirs) in zip(self.outputs, answers, strict=False):
             last_one: Any = self.model.get_submodule(found[-1])
-            off, levels = _off(ours, theirs), ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
+            off = _beyond_rounding(ours, theirs)
+            levels = ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
             layers.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
         return [replace(each, fused=tuple(found)) for each in layers if each.beyond_ties > NEAR_TIE * each.elements][:1]
 
 
-def _off(ours: Tensor, theirs: Tensor) -> int:
+def _beyond_rounding(ours: Tensor, theirs: Tensor) -> int:
+    # how many answers differ by more than float32 rounding
     most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
     return int((~torch.isclose(ours, theirs.float(), rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
 
