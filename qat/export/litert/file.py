@@ -94,8 +94,10 @@ class ModelFile:
 
         It has a grid, or `channels`: scales along an axis, with zero point 0, and the axis.
         """
-        kind, grid = ("FLOAT32", None) if grid is FLOAT else (kind, grid)
-        sizes, quantization = tuple(map(int, shape)), None
+        if grid is FLOAT:
+            kind, grid = "FLOAT32", None
+        sizes = tuple(map(int, shape))
+        quantization = None
         if grid is not None or channels is not None:
             scales, axis = ([grid.scale], 0) if grid is not None else channels
             zero_points = [0 if grid is None else grid.zero_point] * len(scales)

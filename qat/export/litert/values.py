@@ -185,17 +185,20 @@ class Writer:
         `values` are the lowest and the highest that an activation lets through; None: the integers are those of inputs
         on the same grid. `fuses` says whether the operator takes a fused activation; `options` are its others.
         """
-        low, high, name, first, last = LOWEST, HIGHEST, "NONE", LOWEST, HIGHEST
+        low, high = LOWEST, HIGHEST  # between which the integers have to be
+        activation, first, last = "NONE", LOWEST, HIGHEST  # fused, and between which it keeps them
         if grid is FLOAT:
-            inputs, name = [self.file.in_float(each) for each in inputs], FUSED.get(values, "")
-            if not name or (name != "NONE" and not fuses):
+            inputs = [self.file.in_float(each) for each in inputs]
+            activation = FUSED.get(values, "")
+            if not activation or (activation != "NONE" and not fuses):
                 raise UnwritableError(f"no quantizer follows the bounds of a result of {kind}")
-        elif values is not None:
-            low, high = map(grid.code, values)
-        if fuses and grid is not FLOAT:
-            name, first, last = grid.fused(low, high)
+        else:
+            if values is not None:
+                low, high = map(grid.code, values)
+            if fuses:
+                activation, first, last = grid.fused(low, high)
         if fuses:
-            options["fusedActivationFunction"] = getattr(self.file.schema.ActivationFunctionType, name)
+            options["fusedActivationFunction"] = getattr(self.file.schema.ActivationFunctionType, activation)
         made = self._new(kind.lower(), stored_sizes(shape), grid)
         self.file.operator(kind, inputs, [made], **options)
         return self.clipped(Coded(made, Axes.stored(shape), grid), low, high, (first, last))
