@@ -117,10 +117,15 @@ def store(graph: Any, name: str, values: Any) -> str:
     return name
 
 
+def tensor_names(graph: Any) -> set[str]:
+    """The names of all tensors of a graph."""
+    names = {name for node in graph.node for name in (*node.input, *node.output)}
+    return names | {tensor.name for tensor in (*graph.initializer, *graph.input)}
+
+
 def unused_name(graph: Any, wanted: str) -> str:
     """The name, with underscores behind it while the graph has a tensor of that name."""
-    taken = {name for node in graph.node for name in (*node.input, *node.output)}
-    taken |= {tensor.name for tensor in (*graph.initializer, *graph.input)}
+    taken = tensor_names(graph)
     while wanted in taken:
         wanted += "_"
     return wanted

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qat.export.onnx.graph import copy_of, readers, rename_inputs
+from qat.export.onnx.graph import copy_of, readers, rename_inputs, tensor_names
 from qat.export.onnx.operators import LAYER, QUANTIZER
 from qat.integers.evaluation import numbered
 
@@ -110,8 +110,7 @@ def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Seq
                 f" ({', '.join(end.name for end in ends)})"
             )
         new |= {end.name: name for end, name in zip(ends, names, strict=True)}
-    taken = {name for node in graph.node for name in (*node.input, *node.output)} - set(new)
-    taken |= {tensor.name for tensor in graph.initializer}
+    taken = tensor_names(graph) - set(new) | {tensor.name for tensor in graph.initializer}
     for name in new.values():
         if not name or name in taken or list(new.values()).count(name) > 1:
             why = "is taken by another tensor of the file" if name in taken else "is empty, or given twice"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qat.contexts import warnings_ignored
 from qat.export.checks import result_names
+from qat.export.onnx.graph import tensor_names
 from qat.export.onnx.names import rename_inputs_outputs
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import argument_names, pytree
@@ -103,9 +104,7 @@ def fix_sizes(program: Any, proto: Any) -> None:
 
 def name_outputs(program: Any, proto: Any) -> None:
     """Name the outputs by `result_names`, with "output." before a name that is taken."""
-    taken = {name for node in proto.graph.node for name in (*node.input, *node.output)}
-    taken |= {end.name for end in (*proto.graph.initializer, *proto.graph.input)}
-    taken -= {end.name for end in proto.graph.output}
+    taken = tensor_names(proto.graph) - {end.name for end in proto.graph.output}
     names = result_names(program.exported_program)
     rename_inputs_outputs(proto, None, [f"output.{name}" if name in taken else name for name in names])
 
