@@ -77,7 +77,7 @@ def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
 
 
 def _output_of(model: fx.GraphModule) -> fx.Node:
-    returned = next(node.args[0] for node in model.graph.nodes if node.op == "output")
+    returned = model.graph.output_node().args[0]
     if not isinstance(returned, fx.Node):
         raise ValueError(f"feature_extractor: the model returns a {type(returned).__name__}, and '' is one tensor")
     return returned

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from qat.export.checks import check_integers, frozen_for
 from qat.inputs import expect_model
-from qat.integers.evaluation import evaluation_copy, numbered
+from qat.integers.evaluation import evaluation_copy, joined, numbered
 from qat.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable, Operations
 
 Array = npt.NDArray[Any]
@@ -93,7 +93,7 @@ def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]
         if isinstance(module, fx.GraphModule):
             names = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
         for name in dict.fromkeys(names):
-            yield from _arrays(module.get_submodule(name), f"{path}.{name}" if path else name)
+            yield from _arrays(module.get_submodule(name), joined(path, name))
 
 
 def _of_layer(layer: FrozenLayer) -> IntegerArrays:
