@@ -217,6 +217,7 @@ def concatenation(writer: Writer, shape: Shape, tensors: Sequence[Any], axis: in
 
 
 def _joined(writer: Writer, shape: Shape, kind: str, parts: Sequence[Coded], **options: Any) -> Any:
+    # an operator whose operands all lie on the grid of the result
     def emit(grid: Grid, low: float, high: float) -> Coded:
         inputs = [writer.stored(writer.requantized(each, grid)) for each in parts]
         bounds = (low, high) if grid is FLOAT else None

@@ -93,6 +93,11 @@ def attributes(node: Any) -> dict[str, Any]:
     return {each.name: helper.get_attribute_value(each) for each in node.attribute}
 
 
+def inner_graphs(node: Any) -> list[Any]:
+    """The graphs inside an operator: the branches of If, the body of Loop."""
+    return [graph for each in node.attribute for graph in ([each.g] if each.HasField("g") else each.graphs)]
+
+
 def copy_of(node: Any) -> Any:
     """An operator like this one."""
     return type(node).FromString(node.SerializeToString())
@@ -145,6 +150,6 @@ def drop_unread(graph: Any) -> None:
 
 def _read_by(node: Any) -> set[str]:
     # also what the graphs inside it read, which the outer one feeds
-    graphs = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    graphs = inner_graphs(node)
     inner = [_read_by(each) for graph in graphs for each in graph.node]
     return set(node.input).union(*inner, *({output.name for output in graph.output} for graph in graphs))

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qat.export.onnx.graph import copy_of, readers, rename_inputs, tensor_names
+from qat.export.onnx.graph import copy_of, inner_graphs, readers, rename_inputs, tensor_names
 from qat.export.onnx.operators import LAYER, QUANTIZER
 from qat.integers.evaluation import numbered
 
@@ -133,9 +133,8 @@ def strip_traces(graph: Any) -> None:
         del part.metadata_props[:]
         part.doc_string = ""
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                strip_traces(inner)
+        for inner in inner_graphs(node):
+            strip_traces(inner)
 
 
 def _metadata(node: Any, key: str) -> str | None:
