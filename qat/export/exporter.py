@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 from torch import nn
 
 from qat.contexts import in_full_precision
@@ -17,8 +16,7 @@ from qat.export.checks import (
     warn_of_hooks,
     why_not_exported,
 )
-from qat.export.onnx.formats import to_qonnx, to_qoperator
-from qat.export.onnx.graph import insert, rename_inputs, store, unused_name
+from qat.export.onnx.formats import take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
@@ -32,9 +30,6 @@ from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
 
 Format = Literal["qdq", "qoperator", "qonnx"]
-
-PIXELS = "pixels"
-"""The input of a file that normalises uint8 images (N, H, W, 3) itself."""
 
 
 @in_full_precision
@@ -143,48 +138,3 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     fix_sizes(program, proto)
     name_outputs(program, proto)
     return proto
-
-
-def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
-    """Put (pixel - 255 * mean) / (255 * std) in front of a model of one image input.
-
-    mean and std are those of pixels in [0, 1]. It computes in float32 and in the order in which `train.py` normalises
-    images, so that every integer behind it is the same.
-    """
-    from onnx import TensorProto, helper
-
-    try:
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = np.asarray(normalization, np.float64).astype(np.float32) * np.float32(255)
-    except (TypeError, ValueError):  # other lengths, or no numbers
-        values = np.zeros(0)
-    if values.shape != (2, 3) or not np.isfinite(values).all() or not values[1].min() > 0:
-        raise ValueError(
-            "export_onnx: normalization must be (mean, std), each of 3 finite numbers, std above 0; got"
-            f" {normalization!r}"
-        )
-    (first, *others), graph = proto.graph.input, proto.graph
-    axes = list(first.type.tensor_type.shape.dim)
-    if others or len(axes) != 4 or axes[1].dim_value != 3:
-        raise ValueError(
-            f"export_onnx: normalization is for one input of images (N, 3, H, W), the file has"
-            f" {', '.join(end.name for end in graph.input)}"
-        )
-    pixels, as_floats, centred, scaled, normalized = (
-        unused_name(graph, name) for name in (PIXELS, "pixels_float", "pixels_centred", "pixels_scaled", "normalized")
-    )
-    for node in graph.node:
-        rename_inputs(node, {first.name: normalized})
-    sizes = [each.dim_value or each.dim_param for each in axes]
-    graph.input[0].CopyFrom(
-        helper.make_tensor_value_info(pixels, TensorProto.UINT8, [sizes[0], sizes[2], sizes[3], sizes[1]])
-    )
-    names = [unused_name(graph, "pixel_mean"), unused_name(graph, "pixel_std")]
-    mean, std = (store(graph, name, row) for name, row in zip(names, values, strict=True))
-    steps = [
-        helper.make_node("Cast", [pixels], [as_floats], to=TensorProto.FLOAT),
-        helper.make_node("Sub", [as_floats, mean], [centred]),
-        helper.make_node("Div", [centred, std], [scaled]),
-        helper.make_node("Transpose", [scaled], [normalized], perm=[0, 3, 1, 2]),
-    ]
-    insert(graph, 0, *steps)

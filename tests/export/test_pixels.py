@@ -12,7 +12,7 @@ from torch import nn
 
 import qat
 from qat.export import optimized_operators
-from qat.export.exporter import take_pixels
+from qat.export.onnx.formats import take_pixels
 from qat.training.data.transforms import ToInput
 from tests.export.test_export_layers import quantized
 
