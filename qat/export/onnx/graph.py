@@ -50,7 +50,7 @@ class Edges:
         return limits if limits is not None and limits[0].dtype == np.float32 else None
 
 
-def ends_within(limits: list[Array], grid: list[Array]) -> bool:
+def ends_within(limits: Any, grid: Any) -> bool:
     """True if all values of an 8-bit grid lie within limits: clipping changes nothing."""
     ends = np.iinfo(grid[1].dtype)
     low, high = ((level - grid[1].astype(np.float32).max()) * grid[0].max() for level in (ends.min, ends.max))
