@@ -82,7 +82,7 @@ def check_integers(model: nn.Module, caller: str) -> None:
                 f" {CONTAINER_BITS} bits"
             )
         with evaluating(quantizer):
-            agrees = _keeps_to_its_grid(quantizer, sample_for(model, name, quantizer))
+            agrees = keeps_to_its_grid(quantizer, sample_for(model, name, quantizer))
         if not agrees:
             raise ValueError(
                 f"{caller}: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
@@ -97,8 +97,8 @@ def check_finite(model: nn.Module, caller: str) -> None:
 
 
 @torch.no_grad()
-def _keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
-    # whether quantize(x) = (codes(x) - zero_point) * scale
+def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
+    """Return whether quantize(x) = (codes(x) - zero_point) * scale."""
     scale, zero_point = quantizer.grid(x)
     expected = (quantizer.codes(x) - zero_point) * scale
     # The difference of NaN weights is NaN and passes; they are refused when their integers are stored.
