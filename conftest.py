@@ -24,7 +24,7 @@ def level_of_messages() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """On which kind of processor the tests ran; they have to pass on both. A header would not show under `-q`."""
-    from qat.export.onnxruntime.default_session import multiplies_exactly
+    from qat.export.onnxruntime.session import multiplies_exactly
     from qat.kernels.cpu import onednn, processor
 
     found = (

@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from qat.contexts import evaluating
-from qat.export.onnxruntime.session import open_session, output_tensors, run_session
+from qat.export.agreement import output_tensors
+from qat.export.onnxruntime.session import open_session, run_session
 from qat.export.onnxruntime.verification import LayerComparison, LayerDifference
 from qat.inputs import Inputs, call_model
 from qat.preparation.parts import prepared_parts

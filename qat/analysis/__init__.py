@@ -1,4 +1,4 @@
-"""Looking at prepared models: what is quantized, how, and what stays in float and why, how it trains."""
+"""Views of prepared models: what is quantized, what stays in float, how it trains."""
 
 from qat.analysis.explain import explain
 from qat.analysis.table import summary

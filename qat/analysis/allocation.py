@@ -1,4 +1,4 @@
-"""`allocate`: bits of each layer such that the predicted loss is least within a budget, by an exact solver."""
+"""`allocate`: bits of each layer for the least predicted loss within a budget."""
 
 import math
 from collections.abc import Hashable, Mapping
@@ -13,7 +13,7 @@ Table = Mapping[str, Mapping[Choice, float]]
 def allocate(
     losses: Table[Choice], costs: Mapping[str, Table[Choice]], budgets: Mapping[str, float]
 ) -> dict[str, Choice]:
-    """Choose for each layer so that the sum of losses is least, and no sum of costs is above its budget.
+    """Choose for each layer, for the least sum of losses within budgets of costs.
 
         minimise sum(losses[layer][choice])   such that   sum(costs[kind][layer][choice]) <= budgets[kind]
 
@@ -63,7 +63,6 @@ def allocate(
 
 
 def _check(numbers: Table[Choice], least: float, what: str) -> None:
-    """That there are layers with choices, and a number for each."""
     if not numbers or not all(numbers.values()):
         raise ValueError("allocate: every layer needs choices, and there must be a layer")
     for layer, given in numbers.items():
@@ -74,7 +73,7 @@ def _check(numbers: Table[Choice], least: float, what: str) -> None:
 
 
 def _solved(losses: list[float], layers: list[list[float]], limits: list[tuple[list[float], float]]) -> list[bool]:
-    """Which pairs of a layer and a choice are taken: one in each row of layers, with no row's sum above its limit."""
+    # Which pairs of a layer and a choice are taken: one in each row of layers, with no row's sum above its limit.
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 

@@ -1,4 +1,4 @@
-"""`cost`: what each layer of a prepared model computes for one image, and what its weight takes."""
+"""`cost`: the computation of each layer for one image, and the size of its weight."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ BETWEEN = "(between layers)"
 
 
 class LayerCost(NamedTuple):
-    """The cost of a layer: multiplications and additions, bits of its operands (32 in float), bytes of its weight."""
+    """The cost of a layer: macs, bits of its operands (32 in float), bytes of its weight."""
 
     name: str
     macs: int
@@ -34,7 +34,7 @@ class LayerCost(NamedTuple):
 
 
 def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]) -> list[LayerCost]:
-    """What each layer of a model multiplies for example inputs, in bits too, and the bytes of its weight.
+    """Count what each layer multiplies for example inputs, and the bytes of its weight.
 
         bops = macs * weight_bits * activation_bits
 
@@ -88,6 +88,5 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
 
 
 def _width(quantizers: list[Quantizer], role: str) -> int:
-    """The widest grid among quantizers of a role."""
     widths = (FLOAT_BITS if each.is_disabled else each.spec.bits for each in quantizers if each.role == role)
     return max(widths, default=FLOAT_BITS)

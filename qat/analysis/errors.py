@@ -18,7 +18,7 @@ from qat.switches import disable_fake_quant
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of a layer's output in dB (`sqnr` of `quantizer_statistics`); high is good.
+    """The error of a layer's output in dB, as `quantizer_statistics`; high is good.
 
     Attributes:
         name: of the layer in the model; "output" for what the model returns, whose `local` is None.
@@ -32,7 +32,7 @@ class LayerError:
 
 
 def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
-    """The error that each quantized layer adds, and the one that has gathered behind it, in the order of execution.
+    """Measure the error that each quantized layer adds, and what has gathered behind it.
 
     Float is the same model with its quantizers switched off. A layer whose `local` is far below its neighbours' is to
     blame; one whose `cumulative` alone is low inherits its error. Of a layer called twice the first call counts.
@@ -86,7 +86,6 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
 
 
 def _quantized_alone(layer: QuantLayer, args: Any, kwargs: Any, in_use: set[Quantizer]) -> Tensor:
-    """The layer's output with its own quantizers on, for the inputs of a call in which all were off."""
     handed = [kwargs.get(key) for key in layer.quantizer_arguments]
     own = [each for each in (*layer.modules(), *handed) if isinstance(each, Quantizer) and each in in_use]
     try:

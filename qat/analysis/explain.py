@@ -23,7 +23,7 @@ Row = tuple[str, str, str]
 
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None) -> str:
-    """How every quantized layer, activation quantizer and product of activations of a prepared model trains, and why.
+    """Tell how each layer, quantizer and product of a prepared model trains, and why.
 
     Training on codes is the fast way: layers pass integers to each other, and multiply integers where that is exact
     and pays, else floating numbers on the same grids. Whatever cannot do that trains operation by operation, and the
@@ -67,7 +67,7 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
 
 
 def _elsewhere(name: str, parts: Mapping[str, PreparedGraph]) -> str:
-    """Why the graphs of the parts explain nothing of a layer."""
+    # Why the graphs of the parts explain nothing of a layer.
     part = max((path for path in parts if not path or name.startswith(f"{path}.")), key=len, default=None)
     if part is None:
         return "it stands outside of every traced graph"
@@ -82,7 +82,7 @@ def _elsewhere(name: str, parts: Mapping[str, PreparedGraph]) -> str:
 
 
 def _seen(model: nn.Module, example_inputs: Any) -> tuple[dict[Any, Any], dict[str, torch.Size]]:
-    """What a run with example inputs gives to the traced parts, and the shapes that it gives to layers."""
+    # What a run with example inputs gives to the traced parts, and the shapes that it gives to layers.
     if example_inputs is None:
         return {}, {}
     watched = [module for module in model.modules() if isinstance(module, (PreparedGraph, QuantLayer))]

@@ -63,7 +63,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
 
 
 def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
-    """The node that holds the output of a part of the model, on its grid if it has one."""
+    # The node that holds the output of a part of the model, on its grid if it has one.
     if not name:
         return _output_of(model)
     inside = [node for node in model.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
@@ -77,14 +77,14 @@ def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
 
 
 def _output_of(model: fx.GraphModule) -> fx.Node:
-    returned = next(node.args[0] for node in model.graph.nodes if node.op == "output")
+    returned = model.graph.output_node().args[0]
     if not isinstance(returned, fx.Node):
         raise ValueError(f"feature_extractor: the model returns a {type(returned).__name__}, and '' is one tensor")
     return returned
 
 
 def _is_of(node: fx.Node, name: str) -> bool:
-    """Whether a node runs in a module of this name, or computes the BatchNorm of this name."""
+    # Whether a node runs in a module of this name, or computes the BatchNorm of this name.
     paths = [scope_of(node)] + ([str(node.target)] if node.op == "call_module" else [])
     norm = node.kwargs.get("norm")
     if isinstance(norm, fx.Node):
@@ -93,6 +93,5 @@ def _is_of(node: fx.Node, name: str) -> bool:
 
 
 def _scopes(nodes: list[fx.Node]) -> set[str]:
-    """The blocks in which nodes run, and those around them."""
     paths = {scope_of(node) for node in nodes} - {""}
     return {".".join(steps[:end]) for steps in (path.split(".") for path in paths) for end in range(1, len(steps) + 1)}

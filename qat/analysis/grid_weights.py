@@ -1,4 +1,4 @@
-"""The weights of a model that lie on integer grids: which they are, and how each is read and written as rows."""
+"""The weights of a model on integer grids, each read and written as rows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from qat.quantizer.granularity import from_groups, to_groups
 
 @dataclass(frozen=True)
 class GridWeight:
-    """A weight, as `read` returns it, whose integers are clamp(round(weight / scale) + zero_point, qmin, qmax)."""
+    """A weight with the integers clamp(round(weight / scale) + zero_point, qmin, qmax)."""
 
     layer: QuantLayer
     read: Callable[[], Tensor]
 
     @property
     def is_known(self) -> bool:
-        """Whether the weight can be read; that of a function outside of a graph only its caller knows."""
+        """False for a function outside of a graph, whose weight only its caller knows."""
         return self.read is not _unknown
 
     @property
@@ -33,7 +33,7 @@ class GridWeight:
         return self.layer.weight_quantizer
 
     def rows(self) -> Tensor:
-        """The weight as its quantizer sees it: output channels first, split into groups if it has them."""
+        """The weight as its quantizer sees it: output channels first, split into groups."""
         return to_groups(self.layer.channels_first(self.read()), self.quantizer.spec)
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class GridWeight:
 
 
 def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight], dict[str, str]]:
-    """The weights on integer grids of so many bits, and why the others are not, by layer; a shared one counts once."""
+    """Weights on grids of so many bits, and why others are not; a shared one counts once."""
     owned = {each.untyped_storage().data_ptr() for each in model.parameters() if not is_sharded(each)}
     found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[tuple[int, int], str]()
     for name, each in weights_of(model):
@@ -75,7 +75,7 @@ def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight
 
 
 def _refusal(quantizer: Quantizer, most_bits: int) -> str | None:
-    """Why a weight has no integer that stays while the weight and the parameters of its grid do; None if it has."""
+    # Why a weight has no integer that stays while the weight and the parameters of its grid do; None if it has.
     kind, rule = type(quantizer), quantizer.spec.rule
     if not quantizer.exportable:
         return f"has the rule {rule!r}, whose values lie on no integer grid"
@@ -117,7 +117,7 @@ def _inner_weight(owner: CompositeTwin, key: str) -> Tensor:
 
 
 def _of_functions(graph: fx.GraphModule) -> dict[str, Callable[[], Tensor]]:
-    """What the functions of a prepared graph read as their weight, where the model alone decides it."""
+    # What the functions of a prepared graph read as their weight, where the model alone decides it.
     found: dict[str, Callable[[], Tensor]] = {}
     for node in graph.graph.nodes:
         if node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), QuantFunction):
@@ -126,7 +126,7 @@ def _of_functions(graph: fx.GraphModule) -> dict[str, Callable[[], Tensor]]:
 
 
 def _is_constant(node: Any) -> bool:
-    """Whether a value follows from attributes of the model by functions alone, such as `in_proj_weight.chunk(3)[0]`."""
+    # Whether a value follows from attributes of the model by functions alone, such as `in_proj_weight.chunk(3)[0]`.
     if not isinstance(node, fx.Node):
         return True
     return node.op == "get_attr" or (
@@ -135,7 +135,6 @@ def _is_constant(node: Any) -> bool:
 
 
 def _value(graph: fx.GraphModule, node: Any) -> Any:
-    """What a constant node stands for now."""
     if not isinstance(node, fx.Node):
         return node
     if node.op == "get_attr":

@@ -20,7 +20,7 @@ def sensitivity(
     evaluate: Callable[[nn.Module], Any],
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> dict[str, Any]:
-    """The score of a prepared model with only one layer quantized, and with all but this one, for each of its layers.
+    """Score a model with only one layer quantized, and with all but it, layer by layer.
 
     It is measured in eval mode, without training, with `disable_fake_quant`'s switches: a tensor is quantized once for
     all layers that read it, and they share its effect. What was switched off before stays off.
@@ -52,9 +52,7 @@ def sensitivity(
     '1'
     """
     expect_model(sensitivity, model)
-    every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
-    if not every:
-        raise ValueError("sensitivity: the model has no quantizer in use; call qat.prepare first")
+    every = _in_use("sensitivity", model)
     results: dict[str, Any] = {"layers": []}
     jobs = [("baseline", every, results), ("float", [], results)]
     for name, parts in operands_of(model).items():
@@ -72,7 +70,7 @@ def sensitivity(
 
 
 def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """How far the answers are from float with only one layer quantized, for each layer, without labels.
+    """Measure how far one quantized layer moves the answers from float, layer by layer.
 
         loss = mean over images of KL(softmax(float logits) || softmax(logits))
 
@@ -98,9 +96,7 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
     True
     """
     given = [inputs_and_labels("layer_losses", batch)[0] for batch in as_batches(layer_losses, model, batches)]
-    every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
-    if not every:
-        raise ValueError("layer_losses: the model has no quantizer in use; call qat.prepare first")
+    every = _in_use("layer_losses", model)
     if not given:
         raise ValueError("layer_losses: there is no batch")
     losses = {}
@@ -117,8 +113,15 @@ def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]
     return losses
 
 
+def _in_use(caller: str, model: nn.Module) -> list[Quantizer]:
+    every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
+    if not every:
+        raise ValueError(f"{caller}: the model has no quantizer in use; call qat.prepare first")
+    return every
+
+
 def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
-    """The logarithms of the classes' probabilities, in double precision: small losses are differences of these."""
+    # The logarithms of the classes' probabilities, in double precision: small losses are differences of these.
     logits = run_batch("layer_losses", model, inputs)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
         given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -128,7 +131,7 @@ def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:
-    """The quantizers in use of each layer, by role and both, and of each that no layer reads, as they run."""
+    """The quantizers in use, by layer and role, as they run; some no layer reads."""
     owned = {name: [each for each in found if not each.is_disabled] for name, _, found in named_quantizers(model)}
     order = layers_in_order(model)
     read = {each for name, module in order if isinstance(module, QuantLayer) for each in owned[name]}

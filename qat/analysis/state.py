@@ -1,4 +1,4 @@
-"""`float_state_dict`, the state of a prepared model without its quantizers; `not_finite`, what of it is NaN."""
+"""`float_state_dict`, a model's state without quantizers; `not_finite`, what is NaN."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from qat.text import some
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict without the quantizers; the float model's `load_state_dict` takes it strictly.
+    """The state dict without quantizers, which the float model loads strictly.
 
     The opposite direction needs no function: `prepared.load_state_dict(float_model.state_dict(), strict=False)` misses
     only quantizers and finds no unexpected key. Call `calibrate` afterwards.
@@ -27,7 +27,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def not_finite(model: nn.Module) -> str:
-    """What of the model is NaN or infinite, in words; buffers that are no statistics may be infinite (masks)."""
+    """Name what is NaN or infinite, in words; buffers but statistics may be infinite."""
     masks = {name for name, _ in model.named_buffers() if "running_" not in name}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     wrong = {name: tensor.isnan() if name in masks else ~tensor.isfinite() for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""`quantizer_statistics`: what every quantizer of a model does to its tensor, as numbers; a warning of large losses."""
+"""`quantizer_statistics`: each quantizer's effect as numbers; warnings of losses."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ BEST_SQNR = 120.0
 
 
 def quantizer_statistics(model: nn.Module, batch: Batch) -> dict[str, dict[str, float]]:
-    """What every quantizer in use does to its tensor: what it clips, levels that it uses, the error that it adds.
+    """Measure each quantizer in use: what it clips, its used levels, the error it adds.
 
     With v = x / scale + zero_point and y the quantized x, over a sample of some 16,000 values of each tensor:
 
@@ -63,7 +63,7 @@ def quantizer_statistics(model: nn.Module, batch: Batch) -> dict[str, dict[str, 
 
 @contextmanager
 def statistics_collected(model: nn.Module) -> Iterator[dict[str, dict[str, float]]]:
-    """A context that looks at the model's first forward; its end fills in what `quantizer_statistics` returns."""
+    """Watch a model's first forward; at the end, fill in `quantizer_statistics`."""
     names = {module: name for name, module in model.named_modules() if isinstance(module, Quantizer)}
     seen: dict[Quantizer, dict[str, Tensor]] = {}
     found: dict[str, dict[str, float]] = {}
@@ -88,7 +88,7 @@ def statistics_collected(model: nn.Module) -> Iterator[dict[str, dict[str, float
 
 
 def weight_samples(model: nn.Module) -> dict[Quantizer, Callable[[], Tensor]]:
-    """For the quantizer of each weight, what reads a sample of the weight, in the shape that its grid fits."""
+    """By the quantizer of each weight, a function that reads a sample of the weight."""
     return {
         each.quantizer: partial(_sample_of_rows, each.rows, each.quantizer)
         for _, each in weights_of(model)
@@ -97,14 +97,14 @@ def weight_samples(model: nn.Module) -> dict[Quantizer, Callable[[], Tensor]]:
 
 
 def _sample_of_rows(rows_of: Callable[[], Tensor], quantizer: Quantizer) -> Tensor:
-    """Some inputs of every output channel; all of a weight whose rule finds its scale in it."""
+    # Some inputs of every output channel; all of a weight whose rule finds its scale in it.
     rows = rows_of().detach()
     whole = quantizer.spec.granularity == "group" or type(quantizer).grid is not Quantizer.grid
     return rows if whole or rows.dim() < 2 else rows[:, :: 1 + rows.numel() // SAMPLE]
 
 
 def sampled_activation(quantizer: Quantizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Some values before and after, of a tensor with one grid; else all, as the quantizer sees them."""
+    """Sample a tensor before and after; all of it, in groups, if it has several grids."""
     if quantizer.spec.granularity != "tensor":
         return to_groups(x, quantizer.spec), to_groups(y, quantizer.spec)
     step = 1 + x.numel() // SAMPLE
@@ -112,7 +112,6 @@ def sampled_activation(quantizer: Quantizer, x: Tensor, y: Tensor) -> tuple[Tens
 
 
 def _of(quantizer: Quantizer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """The statistics of a tensor and the quantized one, each of shape ()."""
     x, y = x.float(), y.float()
     row = {"sqnr": sqnr(x, y)}
     if quantizer.uniform and quantizer.exportable:
@@ -135,7 +134,7 @@ def sqnr(x: Tensor, y: Tensor) -> Tensor:
 
 
 def learned_statistics(quantizers: dict[str, Quantizer]) -> dict[str, Tensor]:
-    """What the quantizers have learned, by curve and name, each of shape (): `scale/fc.weight_quantizer`.
+    """Learned values by curve and name, of shape (): `scale/fc.weight_quantizer`.
 
     What starts from a calibrated value is drawn relative to that, as the geometric mean over channels: 1 at the start.
     `at_floor` is the share of scales that rest on their floor, 1/32.
@@ -163,7 +162,7 @@ LOST, LOST_MORE = 15.0, 18.0
 
 @torch.no_grad()
 def warn_of_losses(layers: list[tuple[str, QuantLayer]]) -> None:
-    """Warn of a rule that loses far more of a weight than its bits do on an even grid; refuse one that makes it NaN."""
+    """Warn of rules that lose far more than an even grid would; refuse NaN."""
     lost = []
     for name, layer in layers:
         quantizer, weight = layer.weight_quantizer, layer.channels_first(whole(layer.weight)).float()

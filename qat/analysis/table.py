@@ -34,7 +34,7 @@ Row = tuple[str, str, str, str, str, str]
 
 
 def summary(model: nn.Module) -> str:
-    """A table of a prepared model: every layer and quantizer with its grid, and what stays float with the reason.
+    """Tabulate layers and quantizers with their grids, and what stays float and why.
 
     Args:
         model: from `prepare`, or any module that holds quantized layers.
@@ -73,7 +73,7 @@ def summary(model: nn.Module) -> str:
 
 
 def _between(model: nn.Module) -> Iterator[str]:
-    """The operations without parameters that the target computes in float between integers, and why."""
+    # The operations without parameters that the target computes in float between integers, and why.
     for prefix, part in graphs_of(model):
         profile: TargetProfile | None = vars(part).get(PROFILE)
         if not profile:  # a graph of the user's own
@@ -89,7 +89,7 @@ def _between(model: nn.Module) -> Iterator[str]:
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
-    """The result of the self-check of each traced part; it may be of the time before something was switched off."""
+    # The result of the self-check of each traced part; it may be of the time before something was switched off.
     for prefix, graph_module in graphs_of(model):
         name = prefix.rstrip(".") or "the model"
         off = sum(isinstance(module, Quantizer) and module.is_disabled for module in graph_module.modules())
@@ -101,7 +101,7 @@ def _verdicts(model: nn.Module) -> Iterator[str]:
 
 
 def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers and activation quantizers, each once, as they run; as they are registered without a graph."""
+    """Layers and activation quantizers as they run, or as registered without a graph."""
     wanted = {
         name: module
         for name, module in model.named_modules()
@@ -135,7 +135,7 @@ def graphs_of(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def _inputs(model: nn.Module) -> dict[str, str]:
-    """For every layer called in a graph: the quantizer of its input, and the BatchNorm that it folds."""
+    # For every layer called in a graph: the quantizer of its input, and the BatchNorm that it folds.
     found: dict[str, dict[str, None]] = {}  # a layer that is called several times may read and fold several
     for prefix, graph_module in graphs_of(model):
         for node in graph_module.graph.nodes:
@@ -157,7 +157,6 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
 
 
 def _own_input(name: str, module: nn.Module) -> str:
-    """The input of a layer that no graph calls: its own quantizer's."""
     if not isinstance(module, QuantLayer):
         return ""
     if not module.quantizer_arguments:
@@ -197,15 +196,12 @@ def _counts(model: nn.Module, in_float: int) -> str:
 
 
 class _Calls(fx.Tracer):
-    """Traces which leaves a model calls, without inputs."""
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """The leaves of a capture."""
         return is_leaf(m)
 
 
 def float_results(model: nn.Module) -> list[str]:
-    """The convolutions of an unprepared model that compute in float in an exported file.
+    """The convolutions of an unprepared model that an exported file computes in float.
 
     Integer kernels need the grid of their result, right behind the activation. A BatchNorm in between does not fold
     without `prepare`, either. Of a model that cannot be traced these are all convolutions but those that are modules by
@@ -227,7 +223,7 @@ def float_results(model: nn.Module) -> list[str]:
 
 
 def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool = False) -> Iterator[bool]:
-    """For each reader of a result, behind norms and ReLUs: whether it is no quantizer of the same values."""
+    # For each reader of a result, behind norms and ReLUs: whether it is no quantizer of the same values.
     for reader, _ in readings(node, graph_module):
         module = submodule_of(graph_module, reader)
         if is_relu(reader, graph_module) or isinstance(module, AnyBatchNorm):

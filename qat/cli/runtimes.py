@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 
 from qat.export.litert.engines import TorchFile
-from qat.export.litert.reading import ReadFile
-from qat.export.onnxruntime.default_session import default_is_exact, needs_option
-from qat.export.onnxruntime.session import open_session
+from qat.export.litert.file import ReadFile
+from qat.export.onnxruntime.session import default_is_exact, needs_option, open_session
 from qat.text import first_line
 from qat.training.errors import UserError
 from qat.training.run.folder import MODEL

@@ -20,7 +20,7 @@ from qat.export import (
     explain_differences,
     find_saturation,
 )
-from qat.export.onnxruntime.default_session import default_is_exact
+from qat.export.onnxruntime.session import default_is_exact
 from qat.export.ties import allowed_of
 from qat.text import table
 from qat.training.errors import UserError, value_errors_reported

@@ -1,12 +1,12 @@
-"""Deployment: integer files in ONNX and .tflite, and the proof that a file computes what its trained model does."""
+"""Deployment: integer files in ONNX and .tflite, and the proof of what they compute."""
 
 from qat.export.agreement import Verification
 from qat.export.converted import IntegerModel, convert
 from qat.export.exporter import export_onnx
 from qat.export.integer_weights import IntegerArrays, integer_weights
-from qat.export.lint.linting import Finding, lint_onnx
+from qat.export.lint.rules import Finding, lint_onnx
+from qat.export.litert.engines import compare_litert_layers, verify_litert
 from qat.export.litert.exporter import export_litert
-from qat.export.litert.verification import compare_litert_layers, verify_litert
 from qat.export.onnx.saturation import Saturation, find_saturation
 from qat.export.onnxruntime.verification import compare_layers, optimized_operators, verify_onnx
 from qat.export.ties import Differences, explain_differences

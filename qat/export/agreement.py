@@ -1,4 +1,4 @@
-"""Whether two runtimes give the same answers: equal classes, values within a tolerance, or equal integers."""
+"""Comparison of two runtimes' answers: classes, values within a tolerance, integers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.inputs import Batch, inputs_and_labels, run_batch
 from qat.integers.following import ROUNDING, LayerDifference
+from qat.torch_internals import pytree
 
 TOLERANCE = 0.01
 """How far a value may be off and count as equal, as a share of the range of the model's output: between two and three
@@ -52,8 +54,20 @@ class Verification:
 
     @property
     def is_right(self) -> bool:
-        """Whether predictions and values are the model's, without a look at near-ties."""
+        """True if predictions and values are the model's, without a look at near-ties."""
         return self.agreement >= MIN_AGREEMENT and self.close >= MIN_AGREEMENT
+
+
+def output_tensors(answer: Any) -> list[Tensor]:
+    """The tensors of a torch model's answer, in the order of the file's outputs."""
+    return [leaf.cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
+
+
+def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
+    """Return a batch's inputs; and the model's outputs, `run`'s, and labels of classes."""
+    inputs, labels = inputs_and_labels(caller, batch)
+    expected = output_tensors(run_batch(caller, model, inputs))
+    return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
 
 
 def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
@@ -80,14 +94,15 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
 
 
 def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Which predictions of one output are equal, of the model and of the file: one flat tensor for all batches."""
-    if has_classes(both[0][0]):
-        return torch.cat([same_class(a, b).flatten() for a, b in both])
-    return close_predictions(both)
+    """Tell which predictions of one output are equal, in a flat tensor of all batches."""
+    if not _has_classes(both[0][0]):
+        return close_predictions(both)
+    same = [(a.argmax(1) == b.argmax(1)) & a.isfinite().all(1) & b.isfinite().all(1) for a, b in both]
+    return torch.cat([each.flatten() for each in same])
 
 
 def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of which of these predictions every value is right: an equal integer, or off by little of the output's range."""
+    """Tell which predictions have right values: equal integers, or within `TOLERANCE`."""
     first = both[0][0]
     if not first.is_floating_point():
         return torch.cat([(a == b).flatten() for a, b in both])
@@ -95,28 +110,21 @@ def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
     span = known.max() - known.min() if known.numel() else 0.0
     allowed = torch.as_tensor(TOLERANCE * span).clamp(min=ROUNDING * known.abs().max() if known.numel() else 0.0)
     close = [(a.double() - b.double()).abs() <= allowed for a, b in both]  # false for NaN and infinities
-    return torch.cat([(each.all(1) if has_classes(first) else each).flatten() for each in close])
+    return torch.cat([(each.all(1) if _has_classes(first) else each).flatten() for each in close])
 
 
-def has_classes(output: Tensor) -> bool:
-    """Whether an output has values for several classes along axis 1."""
+def _has_classes(output: Tensor) -> bool:
     return output.is_floating_point() and output.dim() > 1 and output.shape[1] > 1
 
 
-def same_class(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Where both have their largest value along axis 1 at the same index, and no NaN or infinity."""
-    finite = ours.isfinite().all(1) & theirs.isfinite().all(1)
-    return (ours.argmax(1) == theirs.argmax(1)) & finite
-
-
 def _top1(pairs: list[Pair], which: int) -> float | None:
-    """Percent correct for the first output of the model (0) or the file (1); an answer with NaN is wrong."""
+    # Percent correct for the first output of the model (0) or the file (1); an answer with NaN is wrong.
     right = []
     for *both, labels in pairs:
         if labels is None:
             continue
         logits = both[which][0]
-        if not has_classes(logits) or labels.shape != logits[:, 0].shape:
+        if not _has_classes(logits) or labels.shape != logits[:, 0].shape:
             return None
         right.append(((logits.argmax(1) == labels.to(logits.device)) & ~logits.isnan().any(1)).flatten())
     return 100.0 * torch.cat(right).double().mean().item() if right else None

@@ -1,4 +1,4 @@
-"""What `export_onnx` refuses, and what it warns of, before it writes anything."""
+"""Refusals and warnings of exports, before anything is written."""
 
 import re
 import warnings
@@ -13,8 +13,8 @@ from qat.analysis.table import float_results, said_of
 from qat.collectives import is_sharded
 from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model, described, does_not_run
-from qat.integers.frozen import CONTAINER_BITS
-from qat.integers.grids import rounds_half_to_even
+from qat.integers.freezing import freeze
+from qat.integers.frozen import CONTAINER_BITS, FreezingError, Operations, rounds_half_to_even
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
@@ -34,7 +34,7 @@ FLOAT32_BYTES = 4
 
 
 def check_exportable(model: nn.Module, caller: str = "export_onnx") -> None:
-    """Check that the model is one graph, and that it has integers; see `check_integers`."""
+    """Check that the model is one graph and has integers."""
     if WHOLE_MODEL in vars(model).get(LEFT_IN_FLOAT, {}):
         raise ValueError(
             f"{caller}: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; export each part"
@@ -48,7 +48,7 @@ def check_exportable(model: nn.Module, caller: str = "export_onnx") -> None:
 
 
 def check_integers(model: nn.Module, caller: str) -> None:
-    """Check that every quantizer of the model is switched on, calibrated, and has integers of at most 8 bits."""
+    """Check that every quantizer is on, calibrated, and has integers of at most 8 bits."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
@@ -91,14 +91,14 @@ def check_integers(model: nn.Module, caller: str) -> None:
 
 
 def check_finite(model: nn.Module, caller: str) -> None:
-    """Check that no scale, weight or statistic is NaN or infinite: a quantizer would go on with a scale of its own."""
-    if bad := not_finite(model):
+    """Check that no scale, weight or statistic is NaN or infinite."""
+    if bad := not_finite(model):  # a quantizer would go on with a scale of its own
         raise ValueError(f"{caller}: {bad}; load the last state that was, and train on from it with a lower lr")
 
 
 @torch.no_grad()
 def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
-    """Whether quantize(x) = (codes(x) - zero_point) * scale."""
+    """Return whether quantize(x) = (codes(x) - zero_point) * scale."""
     scale, zero_point = quantizer.grid(x)
     expected = (quantizer.codes(x) - zero_point) * scale
     # The difference of NaN weights is NaN and passes; they are refused when their integers are stored.
@@ -107,7 +107,7 @@ def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
 
 
 def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
-    """A tensor to try a quantizer of a model on: its weight, or points on, between and outside the levels."""
+    """A tensor to try a quantizer on: its weight, or points on, between and beyond levels."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer and not isinstance(owner, QuantFunction):
         return owner.channels_first(owner.weight.detach())
@@ -125,10 +125,18 @@ def check_new_file(path: Path, caller: str = "export_onnx") -> None:
         raise FileNotFoundError(f"{caller}: there is no folder {str(path.parent)!r} to write to; create it first")
 
 
+def frozen_for(caller: str, evaluated: nn.Module, operations: Operations, weights_alone: bool = False) -> nn.Module:
+    """`freeze` an `evaluation_copy`, and refuse in the caller's name what has no integers."""
+    try:
+        return freeze(evaluated, operations, weights_alone=weights_alone)
+    except FreezingError as error:
+        raise ValueError(f"{caller}: {error}") from None
+
+
 def why_not_exported(
     model: nn.Module, example_inputs: Inputs, error: Exception, caller: str = "export_onnx", by: str = "torch.onnx"
 ) -> ValueError:
-    """Explain an export that failed: the model does not run with the inputs, or torch's reason."""
+    """Explain a failed export: the model does not run with the inputs, or torch's reason."""
     try:
         with evaluating(model), torch.no_grad():
             call_model(model, example_inputs)
@@ -161,7 +169,7 @@ def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
 
 
 def result_names(exported: Any) -> list[str]:
-    """The keys, fields and indices that lead to each tensor of an exported model's result; "output" if none does."""
+    """The path to each tensor of an exported model's result; "output" without one."""
     results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
     result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
     paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, fx.Node)]

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.contexts import in_full_precision
-from qat.export.checks import check_exportable, warn_of_hooks
+from qat.export.checks import check_exportable, frozen_for, warn_of_hooks
 from qat.functional.tensors import require_floating
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy
-from qat.integers.freezing import freeze
-from qat.integers.frozen import FreezingError, FrozenLayer, FrozenQuantizer, NotANumberError, Operations
+from qat.integers.frozen import FrozenLayer, FrozenQuantizer, NotANumberError, Operations
 from qat.kernels import plain_formulas
 from qat.preparation.refusals import wrapped
 from qat.torch_internals import children_of, decomposed_operators, parameters_of
@@ -20,7 +19,7 @@ Execution = Literal["reference", "export"]
 
 
 class IntegerModel(nn.Module):
-    """What `convert` returns: a graph that computes with integer weights and biases.
+    """The result of `convert`: a graph that computes with integer weights and biases.
 
     Attributes:
         graph_module: the graph, a `torch.fx.GraphModule`; its code is readable.
@@ -78,17 +77,13 @@ def convert(model: nn.Module, execution: Execution = "reference") -> IntegerMode
     model = model if inside is None else inside[1]
     check_exportable(model, "convert")
     warn_of_hooks(model, "convert")
-    try:
-        with torch.no_grad():
-            return IntegerModel(_converted(evaluation_copy(model), execution), execution)
-    except FreezingError as error:
-        raise ValueError(f"convert: {error}") from None
+    with torch.no_grad():
+        return IntegerModel(_converted(evaluation_copy(model), execution), execution)
 
 
 def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
-    """The integers of an `evaluation_copy`."""
     exported = execution == "export"
-    frozen = freeze(evaluated, ExportOperations() if exported else IntegerOperations())
+    frozen = frozen_for("convert", evaluated, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):
         frozen = fx.GraphModule(frozen, frozen.graph)  # which nothing of evaluation on integers looks after
     for name, module in list(frozen.named_modules()):
@@ -103,7 +98,7 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
 
 
 class IntegerOperations(Operations):
-    """As evaluation computes: to the bit, and NaN is refused, for which there is no integer."""
+    """Evaluation's arithmetic, to the bit; NaN is refused, for which there is no integer."""
 
     sums_integers = True
 

@@ -8,21 +8,24 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from qat.contexts import in_full_precision
-from qat.export.checks import check_exportable, check_new_file, warn_of_float_results, warn_of_hooks, why_not_exported
-from qat.export.onnx.containers import pack_weights
+from qat.export.checks import (
+    check_exportable,
+    check_new_file,
+    frozen_for,
+    warn_of_float_results,
+    warn_of_hooks,
+    why_not_exported,
+)
+from qat.export.onnx.formats import take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
-from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
-from qat.export.onnx.qonnx import to_qonnx
-from qat.export.onnx.qoperator import to_qoperator
-from qat.export.onnx.saving import as_json, save
+from qat.export.onnx.saving import as_json, pack_weights, save
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.inputs import Inputs, expect_model
 from qat.integers.evaluation import drop_defaults, evaluation_copy
-from qat.integers.freezing import freeze, frozen_grids
-from qat.integers.frozen import FreezingError
+from qat.integers.freezing import frozen_grids
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
 
@@ -44,13 +47,13 @@ def export_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
+    """Write the model as an ONNX file: int8 weights, int32 biases, trained grids.
 
-    For TensorRT (`TargetProfile.float_biases`) biases are floats, and few bits are not packed, and clipped as floats.
-    Ranges are not estimated again. BatchNorm is folded into the weight's scale. Weights of 5 to 8 bits are stored in
-    int8, those of 1 to 4 bits in 4-bit containers, at opset 25 those of 2 bits in 2. The batch axis is free where the
-    model allows it. The output of quantizer `layer1.0.add_quantizer` has this name in the file: so `compare_layers`
-    finds it.
+    The form is QuantizeLinear and DequantizeLinear. For TensorRT (`TargetProfile.float_biases`) biases are floats, and
+    few bits are not packed, and clipped as floats. Ranges are not estimated again. BatchNorm is folded into the
+    weight's scale. Weights of 5 to 8 bits are stored in int8, those of 1 to 4 bits in 4-bit containers, at opset 25
+    those of 2 bits in 2. The batch axis is free where the model allows it. The output of quantizer
+    `layer1.0.add_quantizer` has this name in the file: so `compare_layers` finds it.
 
     Args:
         model: a prepared and calibrated model, or a module of quantized layers of your own; it is not changed. What
@@ -119,14 +122,10 @@ def export_onnx(
 
 
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
-    """The integers of a model as torch.onnx records them, by their names in the model."""
     evaluated = evaluation_copy(model)
     drop_defaults(evaluated)
     rewrite_for_runtime(evaluated, operations)
-    try:
-        frozen = freeze(evaluated, operations)
-    except FreezingError as error:
-        raise ValueError(f"export_onnx: {error}") from None
+    frozen = frozen_for("export_onnx", evaluated, operations)
     try:
         program = export_program(frozen, example_inputs, operations.opset)
     except Exception as error:  # torch.onnx has its own types

@@ -10,18 +10,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 
-from qat.export.checks import check_integers
+from qat.export.checks import check_integers, frozen_for
 from qat.inputs import expect_model
-from qat.integers.evaluation import evaluation_copy, numbered
-from qat.integers.freezing import freeze
-from qat.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenTable, Operations
+from qat.integers.evaluation import evaluation_copy, joined, numbered
+from qat.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable, Operations
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class IntegerArrays:
-    """The integers of one layer: real weight = (weight - zero_point) * scale, real input likewise.
+    """The integers of one layer: real weight = (weight - zero_point) * scale.
 
     A layer whose input has a grid computes y = (sum((x - input_zero_point) * weight) + bias) * bias_scale, with x the
     codes of its input, and bias_scale = input_scale * scale. BatchNorm is folded in.
@@ -48,7 +47,7 @@ class IntegerArrays:
 
 @torch.no_grad()
 def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
-    """The integers of every quantized layer as NumPy arrays: those that evaluation computes with and ONNX files hold.
+    """The integers of every quantized layer as NumPy arrays, as ONNX files hold them.
 
     Args:
         model: a prepared and calibrated model, also one that was prepared in parts, or a module of quantized layers
@@ -75,16 +74,13 @@ def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
     """
     expect_model(integer_weights, model)
     check_integers(model, "integer_weights")
-    try:
-        frozen = freeze(evaluation_copy(model), Operations(), weights_alone=True)
-    except FreezingError as error:
-        raise ValueError(f"integer_weights: {error}") from None
+    frozen = frozen_for("integer_weights", evaluation_copy(model), Operations(), weights_alone=True)
     seen: Counter[str] = Counter()
     return {numbered(name, seen): arrays for name, arrays in _arrays(frozen, "")}
 
 
 def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]:
-    """What is frozen in a module at this path, in the order in which it runs, or is registered without a graph."""
+    # What is frozen in a module at this path, in the order in which it runs, or is registered without a graph.
     if isinstance(module, FrozenLayer):
         yield module.layer_name, _of_layer(module)
     elif isinstance(module, FrozenParameter):
@@ -97,7 +93,7 @@ def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]
         if isinstance(module, fx.GraphModule):
             names = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
         for name in dict.fromkeys(names):
-            yield from _arrays(module.get_submodule(name), f"{path}.{name}" if path else name)
+            yield from _arrays(module.get_submodule(name), joined(path, name))
 
 
 def _of_layer(layer: FrozenLayer) -> IntegerArrays:

@@ -1,4 +1,4 @@
-"""`explain_differences`: answers of a file that are not its model's, followed integer by integer."""
+"""`explain_differences`: a file's other answers, followed integer by integer."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from qat.contexts import evaluating
-from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, close_predictions, equal_predictions
-from qat.export.litert.engines import TorchFile
-from qat.export.litert.verification import litert_following
+from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, answers, close_predictions, equal_predictions
+from qat.export.litert.engines import TorchFile, litert_following
 from qat.export.onnxruntime.session import open_session, run_session
-from qat.export.onnxruntime.verification import LayerComparison, answers
+from qat.export.onnxruntime.verification import LayerComparison
 from qat.inputs import Batch, as_batches
 from qat.integers.following import LayerDifference
 
@@ -25,7 +24,7 @@ Fused = Callable[[Any, list[Tensor]], list[LayerDifference]]
 
 @dataclass
 class Differences:
-    """What is behind the answers of a file that are not its model's.
+    """The reasons for answers of a file that are not its model's.
 
     Attributes:
         predictions: how many were compared, of the output that differs most.
@@ -42,12 +41,12 @@ class Differences:
 
     @property
     def explained(self) -> bool:
-        """Whether near-ties explain all but as many as may differ."""
+        """True if near-ties explain all but as many as may differ."""
         return self.unexplained <= allowed_of(self.predictions)
 
 
 def allowed_of(predictions: int) -> int:
-    """How many predictions may differ without an explanation."""
+    """The number of predictions that may differ without an explanation."""
     return int((1 - MIN_AGREEMENT) * predictions)
 
 
@@ -60,7 +59,7 @@ def explain_differences(
     default_session: bool = False,
     engine: str | None = None,
 ) -> Differences:
-    """Find out why answers of the file are not the model's: near-ties, or another function.
+    """Find out why a file's answers are not its model's: near-ties, or another function.
 
     Two runtimes add float32 numbers in another order. A value that lies on a tie between two integers is then rounded
     up by one and down by the other, and a network may amplify that to another class, or to values that are off by more
@@ -105,9 +104,10 @@ def explained(
     levels: int | None = None,
     fused: Fused | None = None,
 ) -> Differences:
-    """`explain_differences` of any runtime, which may round by so many `levels` otherwise; None: only near-ties.
+    """`explain_differences` of any runtime.
 
-    `fused` finds what the runtime computes otherwise where nobody reads integers.
+    Any integer may be off by `levels`; None: by near-ties alone. `fused` finds what the runtime computes otherwise
+    where nobody reads integers.
     """
     counts: Tensor | None = None
     layers: list[LayerDifference] = []
@@ -138,12 +138,12 @@ def explained(
 
 
 def _right(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Of which predictions the class and the values are right, output by output."""
+    # Of which predictions the class and the values are right, output by output.
     return [equal_predictions([both]) & close_predictions([both]) for both in pairs]
 
 
 def _sums(layers: list[LayerDifference]) -> list[LayerDifference]:
-    """The differences of several batches, added layer by layer."""
+    # The differences of several batches, added layer by layer.
     found: dict[Any, LayerDifference] = {}
     for each in layers:
         old = found.setdefault((each.name, each.fused), replace(each, elements=0, differing=0, beyond_ties=0))

@@ -1,4 +1,4 @@
-"""What evaluation computes: a model's graph without its training branches, and with the constant parts computed."""
+"""Evaluation's graph: no training branches, constant parts computed."""
 
 import copy
 from collections import Counter
@@ -17,7 +17,7 @@ from qat.quantizer import Quantizer
 
 
 def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Module:
-    """A copy on the CPU, in float32 and evaluation mode, whose graphs hold only what evaluation computes.
+    """Copy a model to the CPU, in float32, with graphs of what evaluation computes.
 
     `fold_quantizers`: whether quantized parameters become constants too, so that only calls on activations are left.
     """
@@ -39,7 +39,7 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
 
 
 def drop_defaults(evaluated: nn.Module) -> None:
-    """Remove the arguments that are always left out, so that those that are given are a file's inputs."""
+    """Remove arguments that are always left out; the others are a file's inputs."""
     if not isinstance(evaluated, fx.GraphModule):
         return
     for node in evaluated.graph.find_nodes(op="placeholder"):
@@ -51,7 +51,7 @@ def drop_defaults(evaluated: nn.Module) -> None:
 
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
-    """The name of every quantizer call on activations in an `evaluation_copy`; the second call of `q` is `q.1`."""
+    """Name the activation quantizers' calls of a graph; the second call of `q` is `q.1`."""
     fixed = fixed_nodes(model.graph)
     seen: Counter[str] = Counter()
     return {
@@ -62,7 +62,7 @@ def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def quantizer_calls(model: nn.Module, path: str = "") -> dict[str, list[str]]:
-    """The names of the calls of activation quantizers in an `evaluation_copy`, by the path of each.
+    """The names of activation quantizers' calls in an `evaluation_copy`, by their path.
 
     How often a quantizer outside a graph is called is not known before a run: it stands for one call.
     """
@@ -82,7 +82,7 @@ def quantizer_calls(model: nn.Module, path: str = "") -> dict[str, list[str]]:
 
 
 def joined(path: str, name: str) -> str:
-    """The path of what is called so in the module at a path; the model itself is at ""."""
+    """Join a path and a name; the model itself is at ""."""
     return f"{path}.{name}" if path else name
 
 
@@ -93,7 +93,6 @@ def numbered(name: str, seen: Counter[str]) -> str:
 
 
 def _drop_resting(model: fx.GraphModule) -> None:
-    """Let the readers of dropouts read what these pass."""
     for node in list(model.graph.nodes):
         if rests(submodule_of(model, node)) and len(node.all_input_nodes) == 1:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -101,7 +100,7 @@ def _drop_resting(model: fx.GraphModule) -> None:
 
 
 def _drop_sized(model: fx.GraphModule) -> None:
-    """Leave out quantizers of tensors of which only the size is read: a file would lack them."""
+    # Leave out quantizers of tensors of which only the size is read: a file would lack them.
     read: set[fx.Node] = set()
     for node in reversed(model.graph.nodes):
         values = any(user in read and not asks_for_shape(user) for user in node.users)
@@ -114,10 +113,8 @@ def _drop_sized(model: fx.GraphModule) -> None:
 
 @torch.no_grad()
 def _fold(model: fx.GraphModule, fold_quantizers: bool) -> None:
-    """Store what layers compute from parameters alone: it never changes, and a runtime would compute it differently.
-
-    A quantized parameter that a matrix product reads is left, unless asked for: it is stored as integers.
-    """
+    # Store what layers compute from parameters alone: it never changes, and a runtime would compute it differently. A
+    # quantized parameter that a matrix product reads is left, unless asked for: it is stored as integers.
     fixed = fixed_nodes(model.graph)
     left = () if fold_quantizers else Quantizer
     if not any(node.op == "call_module" and not isinstance(submodule_of(model, node), left) for node in fixed):

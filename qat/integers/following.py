@@ -1,4 +1,4 @@
-"""A model run along the integers of another runtime, so that each layer is compared on the same input integers."""
+"""A model run along another runtime's integers, to compare layer by layer."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ what was seen in any model, and far less than what another scale or a second rou
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """One quantizer's integers in ONNX Runtime and in torch, computed from the same input integers.
+    """One quantizer's integers in a runtime and in torch, from the same input integers.
 
     Attributes:
         name: the quantizer.
@@ -46,7 +46,7 @@ class LayerDifference:
 
 
 class Follower:
-    """Makes a model continue at every quantizer with the integers that another runtime computed there.
+    """Makes a model continue at every quantizer with another runtime's integers.
 
     Args:
         calls: from `quantizer_calls`.
@@ -75,7 +75,6 @@ class Follower:
             yield
 
     def _follow(self, path: str, quantizer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """What the quantizer answers instead: the other runtime's values."""
         name = numbered(path, self._seen)
         theirs = self._theirs(name, quantizer, args[0]) - stored_offset(quantizer)
         self.differences.append(_difference(name, quantizer, args[0], theirs))
@@ -84,7 +83,7 @@ class Follower:
         return values
 
     def _theirs(self, name: str, quantizer: Quantizer, x: Tensor) -> Tensor:
-        """The other runtime's integers for a call, or for the equal call that it was merged with."""
+        # The other runtime's integers for a call, or for the equal call that it was merged with.
         integers = self.integers.get(name)
         if integers is None:
             codes = quantizer.codes(x)
@@ -101,7 +100,6 @@ class Follower:
 
 
 def _difference(name: str, quantizer: Quantizer, x: Tensor, theirs: Tensor) -> LayerDifference:
-    """The integers of x and the other runtime's."""
     gap = (quantizer.codes(x) - theirs).abs()
     gap = gap.nan_to_num(nan=float(quantizer.span()))  # a NaN of torch equals no integer
     differing = int((gap > 0).sum())

@@ -234,3 +234,17 @@ class FrozenTable(nn.Module):
         asked = indices.reshape(-1)
         rows = self.operations.dequantize(self.codes[asked], self.scale[asked], self.zero_point[asked], axis=0)
         return rows.reshape(*indices.shape, -1)
+
+
+@torch.no_grad()
+def rounds_half_to_even(quantizer: Quantizer) -> bool:
+    """True if codes(x) = clamp(round(x / scale) + zero_point), halves to even.
+
+    So every runtime computes an activation's integers from scale and zero point; a weight's are stored.
+    """
+    if quantizer.role == "weight":
+        return True
+    scale, zero_point = quantizer.grid()
+    low, high = quantizer.bounds()
+    x = (torch.arange(low, high, device=scale.device) + 0.5 - zero_point) * scale
+    return torch.equal(quantizer.codes(x), torch.clamp(torch.round(x / scale) + zero_point, low, high))

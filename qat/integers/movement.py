@@ -1,4 +1,4 @@
-"""Finds the nodes that move quantized tensors without changing a value, so that their codes can be moved instead."""
+"""Nodes that move quantized tensors without changing a value."""
 
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
 
 def rests(module: nn.Module | None) -> bool:
-    """Whether a module, which is in evaluation mode, passes its input."""
+    """True if a module in evaluation mode passes its input."""
     if type(module).__name__ in RESTING and module is not None:
         x = torch.ones(2, 2)
         with suppress(Exception):  # a class of that name that takes other inputs
@@ -54,7 +54,7 @@ def reshapes(node: fx.Node) -> str | None:
 
 
 def asks_for_shape(node: fx.Node) -> bool:
-    """Whether a node only asks for metadata (shape, dtype, device)."""
+    """True if a node only asks for metadata (shape, dtype, device)."""
     if node.target is getattr:
         return node.args[1] in ASKING
     return node.target is len or (node.op == "call_method" and node.target in ASKING)

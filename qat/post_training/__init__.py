@@ -1,4 +1,4 @@
-"""Post-training steps of `qat.calibrate`: what a few batches without labels make of the weights, before or without QAT.
+"""Post-training steps of `qat.calibrate`, from a few batches without labels.
 
     qat.calibrate(model, batches, steps=[CrossLayerEqualization(), AdaRound()])
 

@@ -1,4 +1,4 @@
-"""`CrossLayerEqualization`: channels of like ranges, by a factor that one layer gives and the next takes back."""
+"""`CrossLayerEqualization`: channels of like ranges between two layers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ DEAD = 1e-6
 
 @dataclass(frozen=True)
 class CrossLayerEqualization:
-    """Give the channels between two layers like ranges; the float model computes the same as before.
+    """Give the channels between two layers like ranges; the float model stays the same.
 
         s = sqrt(r1 / r2);    W1[i], b1[i] <- W1[i] / s[i], b1[i] / s[i];    W2[:, i] <- W2[:, i] * s[i]
 
@@ -82,7 +82,7 @@ class CrossLayerEqualization:
 
 
 def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
-    """Two layers that follow each other, the first one's norm, and whether a factor passes between them."""
+    # Two layers that follow each other, the first one's norm, and whether a factor passes between them.
     once, norms = used_once(graph), _normed(graph)
     for node in graph.graph.nodes:
         second = called(graph, node)
@@ -91,7 +91,7 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
         passes, before = True, node.args[0]
         while not _is_pairable(first := called(graph, before)) and isinstance(before, fx.Node) and _leads_on(before):
             kept = isinstance(first, Quantizer) and not first.is_frozen
-            passes = passes and (kept or _is_homogeneous(first, before))
+            passes = passes and (kept or (before.target if first is None else type(first)) in HOMOGENEOUS)
             before = before.args[0]
         if _is_pairable(first) and first in once and len(before.users) == 1:
             norm = norm_of(graph, before)
@@ -103,7 +103,7 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
 
 
 def _normed(graph: PreparedGraph) -> dict[Any, Any]:
-    """The layers whose BatchNorm can take a factor of each channel, and these."""
+    # The layers whose BatchNorm can take a factor of each channel, and these.
     once, pairs = used_once(graph), [(called(graph, node), norm_of(graph, node)) for node in graph.graph.nodes]
     return {
         layer: norm for layer, norm in pairs
@@ -112,16 +112,11 @@ def _normed(graph: PreparedGraph) -> dict[Any, Any]:
 
 
 def _leads_on(node: fx.Node) -> bool:
-    """Whether a node has one input and one reader."""
     return node.op.startswith("call_") and len(node.all_input_nodes) == 1 and len(node.users) == 1
 
 
-def _is_homogeneous(module: nn.Module | None, node: fx.Node) -> bool:
-    return type(module) in HOMOGENEOUS if module is not None else node.target in HOMOGENEOUS
-
-
 def _is_pairable(module: nn.Module | None) -> TypeGuard[QuantLayer]:
-    """A layer whose input channels are an axis of its weight, or a depthwise one."""
+    # A layer whose input channels are an axis of its weight, or a depthwise one.
     if not owns_weight(module) or module.input_quantizer is not None:
         return False
     layer: Any = module
@@ -131,7 +126,7 @@ def _is_pairable(module: nn.Module | None) -> TypeGuard[QuantLayer]:
 
 
 def _outputs(layer: Any) -> Tensor:
-    """The weight with a row for each output channel."""
+    # The weight with a row for each output channel.
     rows: Tensor = layer.channels_first(layer.weight)
     return rows.flatten(1)
 

@@ -1,4 +1,4 @@
-"""AdaRound, BRECQ and QDrop: each weight rounded up or down so that a layer, or a block, answers as the float one.
+"""AdaRound, BRECQ, QDrop: rounding so that layers or blocks answer as in float.
 
 All three minimise, over the rounding of the weights of one layer or block at a time,
 
@@ -23,9 +23,9 @@ from torch.func import functional_call
 
 from qat.inputs import Batch
 from qat.layers import QuantLayer
-from qat.post_training.rounding import SoftRounding
 from qat.post_training.stretches import Stretch, stretches
 from qat.quantizer import Quantizer
+from qat.quantizer.granularity import from_groups, to_groups
 from qat.switches import switched
 from qat.text import check_types, some
 from qat.torch_internals import pytree
@@ -34,6 +34,76 @@ WARM_UP, BETAS = 0.2, (20.0, 2.0)
 """The share of the steps without penalty, and beta's first and last value: those of the papers' code."""
 
 NOT_OWN = "since no graph calls them, once, with a weight of their own"
+
+
+STRETCH = 0.1
+"""The sigmoid is stretched by so much beyond 0 and 1 and clipped there, so that both are reached (zeta = 1.1,
+gamma = -0.1 in the paper)."""
+
+
+class SoftRounding(nn.Module):
+    """A weight between the two levels around each of its elements.
+
+        weight = scale * clamp(floor(w / scale) + h, qmin - zero_point, qmax - zero_point)
+        h = clamp((1 + 2 * 0.1) * sigmoid(v) - 0.1, 0, 1)
+
+    At first h is the rest of w / scale, and the weight is w, where the grid holds it; a penalty then draws h to 0 or 1.
+
+    Source: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", arXiv:2004.10568, eqs. 22-24.
+
+    Args:
+        layer: a quantized layer with its own weight, calibrated.
+    """
+
+    scale: Tensor
+    floor: Tensor
+    nearest: Tensor
+
+    def __init__(self, layer: QuantLayer) -> None:
+        super().__init__()
+        self.layer = [layer]  # in a list: its parameters are not those of this module
+        quantizer = layer.weight_quantizer
+        rows = to_groups(layer.channels_first(layer.weight.detach()), quantizer.spec).float()
+        scale, zero_point = (each.detach() for each in quantizer.grid(rows))
+        self.low, self.high = (bound - zero_point for bound in quantizer.bounds())
+        self.register_buffer("scale", scale)
+        self.register_buffer("floor", torch.floor(rows / scale))
+        self.register_buffer("nearest", quantizer.compute_codes(rows).detach() - zero_point)
+        rest = rows / scale - self.floor
+        self.v = nn.Parameter(-torch.log((1 + 2 * STRETCH) / (rest + STRETCH) - 1))
+
+    @staticmethod
+    def refusal(quantizer: Quantizer) -> str | None:
+        """The reason why weights cannot be rounded otherwise, as a sentence's end, or None."""
+        own = type(quantizer).compute_codes is not Quantizer.compute_codes
+        if own or not quantizer.uniform or not quantizer.exportable:
+            return f"since the rule {quantizer.spec.rule!r} finds its integers in a way of its own"
+        return "since its quantizer is switched off" if quantizer.passes else None
+
+    def h(self) -> Tensor:
+        """The place of each element between its two levels, 0 to 1."""
+        return torch.clamp(torch.sigmoid(self.v) * (1 + 2 * STRETCH) - STRETCH, 0, 1)
+
+    def forward(self) -> Tensor:
+        """The weight, in torch's layout."""
+        return self._weight(self.h())
+
+    def _weight(self, h: Tensor) -> Tensor:
+        layer = self.layer[0]
+        levels = torch.clamp(self.floor + h, self.low, self.high)
+        rows = from_groups(levels * self.scale, layer.weight_quantizer.spec)
+        return layer.torch_layout(rows).to(layer.weight.dtype)
+
+    def penalty(self, beta: float) -> Tensor:
+        """sum(1 - |2 * h - 1|^beta): 0 where every h is 0 or 1."""
+        return (1 - (2 * self.h() - 1).abs() ** beta).sum()
+
+    @torch.no_grad()
+    def write(self) -> int:
+        """Set weights to the nearer of two levels; return how many leave the nearest one."""
+        h = (self.h() > 0.5).float()
+        self.layer[0].weight.copy_(self._weight(h))
+        return int((torch.clamp(self.floor + h, self.low, self.high) != self.nearest).sum())
 
 
 @dataclass(frozen=True)
@@ -101,7 +171,6 @@ class AdaRound:
         return stretch.one_by_one()
 
     def _fit(self, unit: Stretch, soft: dict[str, SoftRounding], generator: torch.Generator) -> None:
-        """Let h, and the scales of activations if they learn too, follow the gradient of the loss."""
         module, targets = unit.module(), unit.targets()
         if not _floating(targets):
             return  # classes have no gradient
@@ -112,13 +181,16 @@ class AdaRound:
         optimizer = torch.optim.Adam([{"params": params, "lr": lr} for params, lr in groups if params])
         parameters = [each for params, _ in groups for each in params]
         inside = [each.layer[0].weight_quantizer for each in soft.values()]
+        mixed = partial(_mixed, self.drop, generator)
         with ExitStack() as undo, torch.enable_grad():
             undo.enter_context(switched(inside, True))
             for scale in scales if self.drop else ():
-                undo.enter_context(scale.register_forward_hook(partial(_mixed, self.drop, generator)))
+                undo.enter_context(scale.register_forward_hook(lambda _, args, y: mixed(args[0], y)))
             for step in range(self.iterations):
                 chosen = int(torch.randint(len(targets), (), generator=generator))
-                values = self._dropped(unit.on_grids[chosen], unit.in_float[chosen], generator)
+                values: Any = unit.on_grids[chosen]
+                if self.drop:
+                    values = pytree.tree_map(mixed, unit.in_float[chosen], values)
                 answer = functional_call(module, {name: each() for name, each in soft.items()}, values)
                 loss = _distance(answer, targets[chosen]) / power
                 if (beta := _beta(step / self.iterations)) is not None:
@@ -129,16 +201,10 @@ class AdaRound:
                 optimizer.step()
         optimizer.zero_grad()
 
-    def _dropped(self, on_grids: tuple[Any, ...], floats: tuple[Any, ...], generator: torch.Generator) -> Any:
-        """The inputs of a step: quantized ones, with some of their elements as they are in float."""
-        if not self.drop:
-            return on_grids
-        return pytree.tree_map(lambda y, x: _mix(self.drop, generator, x, y), on_grids, floats)
-
 
 @dataclass(frozen=True)
 class BRECQ(AdaRound):
-    """Round the weights of a block together, so that the block's output is that of the float block.
+    """Round the weights of a block together, so that it answers as the float block.
 
     A block is the smallest stretch of the graph that begins and ends with one tensor: a residual block, or one layer of
     a chain. `AdaRound` has the arguments and the cost.
@@ -156,7 +222,7 @@ class BRECQ(AdaRound):
 
 @dataclass(frozen=True)
 class QDrop(BRECQ):
-    """BRECQ with half of the activations in float in each step, drawn at random, and scales that learn.
+    """BRECQ with a random half of the activations in float, and scales that learn.
 
     It is for activations of few bits: the rounding of weights then holds for what the calibration images do not show.
     `AdaRound` has the arguments and the cost.
@@ -173,7 +239,7 @@ class QDrop(BRECQ):
 
 
 def _distance(answers: Any, targets: Any) -> Tensor:
-    """channels * mean((y - t)^2), the sum of all outputs; channels are axis 1 of images, else the last."""
+    # channels * mean((y - t)^2), the sum of all outputs; channels are axis 1 of images, else the last.
     total = torch.zeros(())
     for y, t in zip(_floating(answers), _floating(targets), strict=True):
         total = total.to(y.device) + (y - t).square().mean() * y.shape[1 if y.dim() > 3 else -1]
@@ -181,7 +247,6 @@ def _distance(answers: Any, targets: Any) -> Tensor:
 
 
 def _power(targets: list[Any]) -> float:
-    """mean(t^2) of all targets."""
     found = _floating(targets)
     return sum(float(t.double().square().sum()) for t in found) / max(sum(t.numel() for t in found), 1)
 
@@ -191,28 +256,22 @@ def _floating(values: Any) -> list[Tensor]:
 
 
 def _beta(progress: float) -> float | None:
-    """The exponent of the penalty; None while there is no penalty."""
+    # The exponent of the penalty; None while there is no penalty.
     if progress < WARM_UP:
         return None
     first, last = BETAS
     return last + 0.5 * (first - last) * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
 
 
-def _mix(drop: float, generator: torch.Generator, x: Any, y: Any) -> Any:
-    """y, with a random share of its elements from x."""
+def _mixed(drop: float, generator: torch.Generator, x: Any, y: Any) -> Any:
+    # y, with a random share of its elements from x
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
     return torch.where(torch.rand(y.shape, generator=generator).to(y.device) < drop, x, y)
 
 
-def _mixed(drop: float, generator: torch.Generator, _: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-    """A hook of a quantizer: some of the elements pass in float."""
-    mixed: Tensor = _mix(drop, generator, args[0], y)
-    return mixed
-
-
 def _left_out(model: nn.Module, done: set[nn.Module]) -> str:
-    """Which quantized weights keep rounding to nearest, and why; "" if none do."""
+    # Which quantized weights keep rounding to nearest, and why; "" if none do.
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantLayer):

@@ -1,4 +1,4 @@
-"""A prepared model as stretches of its graph that begin and end with one tensor, and what flows between them.
+"""A prepared model as stretches of its graph that begin and end with one tensor.
 
 A residual block is one stretch, a chain has one for each layer. Activations of all batches wait between two stretches,
 once as the grids make them and once in float, so that nothing is computed twice.
@@ -50,7 +50,7 @@ class Stretch:
         return between(self.graph, self.starts, self.end)
 
     def layers(self) -> dict[str, QuantLayer]:
-        """Its layers that own a weight on a grid, as they run; without those that serve elsewhere too."""
+        """Its layers that own a weight and serve nowhere else, as they run."""
         inside, once = dict(self.module().named_modules()), used_once(self.graph)
         return {name: each for name, each in inside.items() if owns_weight(each) and each in once}
 
@@ -65,13 +65,13 @@ class Stretch:
 
     @torch.no_grad()
     def results(self) -> list[Any]:
-        """What the graph makes of its values now."""
+        """Run the graph on its values, as it is now."""
         module = self.module()
         return [module(*values) for values in self.on_grids]
 
     @torch.no_grad()
     def targets(self) -> list[Any]:
-        """What the original makes of its own values, in float."""
+        """Run the original on its own values, in float."""
         same = dict(zip(self.graph.graph.nodes, self.original.graph.nodes, strict=True))
         starts, end = fx.map_arg((self.starts, self.end), same.__getitem__)
         module = between(self.original, starts, end)
@@ -79,7 +79,7 @@ class Stretch:
 
 
 def owns_weight(module: nn.Module | None) -> TypeGuard[QuantLayer]:
-    """Whether a module is a quantized layer whose weight is its own parameter."""
+    """True for a quantized layer whose weight is its own parameter."""
     own = isinstance(module, QuantLayer) and not isinstance(module, QuantFunction)
     return own and parameters_of(cast("nn.Module", module)).get("weight") is not None
 
@@ -96,7 +96,7 @@ def norm_of(graph: nn.Module, node: fx.Node) -> Any:
 
 
 def used_once(graph: PreparedGraph) -> set[nn.Module]:
-    """The modules that one node calls or reads, and whose parameters no other module has; others serve several."""
+    """The modules that one node calls or reads, and whose parameters are theirs alone."""
     nodes = [node for node in graph.graph.nodes if node.op == "call_module"]
     used = [called(graph, node) for node in nodes] + [norm_of(graph, node) for node in nodes]
     owners = Counter(parameter for module in graph.modules() for parameter in module.parameters(recurse=False))
@@ -105,7 +105,7 @@ def used_once(graph: PreparedGraph) -> set[nn.Module]:
 
 
 def between(graph: PreparedGraph, starts: tuple[fx.Node, ...], end: Any) -> fx.GraphModule:
-    """The part of a graph from the values of some nodes to those of others, on the same modules."""
+    """The part of a graph between some nodes and others, on the same modules."""
     part, needed = fx.Graph(), _needed(starts, end)
     values = {start: part.placeholder(start.name) for start in starts}
     for node in graph.graph.nodes:
@@ -116,7 +116,6 @@ def between(graph: PreparedGraph, starts: tuple[fx.Node, ...], end: Any) -> fx.G
 
 
 def _needed(starts: tuple[fx.Node, ...], end: Any) -> set[fx.Node]:
-    """The nodes that are computed between others, and these."""
     found, open_nodes = set(starts), list[fx.Node]()
     fx.map_arg(end, open_nodes.append)
     while open_nodes:
@@ -128,7 +127,7 @@ def _needed(starts: tuple[fx.Node, ...], end: Any) -> set[fx.Node]:
 
 
 def stretches(model: nn.Module, original: nn.Module, batches: Iterable[Batch], images: int) -> Iterator[Stretch]:
-    """The stretches of a prepared model as they run; each sees what the ones before have become.
+    """The stretches of a model as they run; each sees what the ones before have become.
 
     Args:
         model: from `prepare`, calibrated.
@@ -150,7 +149,7 @@ def stretches(model: nn.Module, original: nn.Module, batches: Iterable[Batch], i
 
 
 def _pieces(inputs: Any, images: int) -> list[Any]:
-    """Inputs in pieces of so many images; whole if their tensors do not agree on how many there are."""
+    # Inputs in pieces of so many images; whole if their tensors do not agree on how many there are.
     if isinstance(inputs, list):  # of images, each of its own size
         return [inputs]
     leaves, structure = pytree.tree_flatten(inputs)
@@ -164,7 +163,6 @@ def _pieces(inputs: Any, images: int) -> list[Any]:
 
 
 def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Any]) -> list[Values]:
-    """The values of a graph's arguments in each of its calls while the model runs."""
     found: list[Values] = []
     arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
 
@@ -183,7 +181,7 @@ def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Any]) -> list[Va
 
 
 def _cuts(graph: PreparedGraph) -> Iterator[tuple[tuple[fx.Node, ...], Any]]:
-    """Starts and end of each stretch. A cut is behind a quantizer whose tensor is all that is read later."""
+    # Starts and end of each stretch. A cut is behind a quantizer whose tensor is all that is read later.
     nodes = [node for node in graph.graph.nodes if node.op != "get_attr"]
     last_read = {value: place for place, node in enumerate(nodes) for value in node.all_input_nodes}
     starts = tuple(node for node in nodes if node.op == "placeholder")

@@ -1,4 +1,4 @@
-"""`TargetProfile`: the grids on which a runtime computes, and the operations that it computes in integers."""
+"""`TargetProfile`: a runtime's grids, and what it computes in integers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -53,7 +53,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class TargetProfile:
-    """What a runtime computes in integers, and on which grids.
+    """The operations that a runtime computes in integers, and their grids.
 
     Args:
         name: name of the runtime.
@@ -98,7 +98,7 @@ class TargetProfile:
         object.__setattr__(self, "activation", self.activation.resolved(default_spec("activation")))
 
     def refusal(self, tensor: Role, spec: QuantSpec) -> str | None:
-        """Why the runtime does not run a grid, completed by its own, and what to use instead; None if it runs it."""
+        """The reason why a grid does not run, and what to use instead; None if it runs."""
         limits = self.weight_limits if tensor == "weight" else self.activation_limits
         spec = spec.resolved(self.weight if tensor == "weight" else self.activation)
         if spec.granularity not in limits.granularities:

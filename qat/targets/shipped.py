@@ -1,12 +1,15 @@
-"""The shipped target profiles, with the reason for every choice and the page that says so.
+"""The shipped target profiles, with reasons and sources, and their registry.
 
 docs/targets.md is made from this file (`python -m benchmarks.document`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from qat.spec import default_activation_spec, default_weight_spec
 from qat.targets.profile import GridLimits, Reason, TargetProfile
+from qat.text import did_you_mean
 
 _TORCH = "https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization"
 _TRT_TABLE = f"{_TORCH}/backend_config/tensorrt.py"
@@ -45,7 +48,7 @@ _ANY = (True, False)
 
 
 def _int8_weight_limits(lowest: int) -> GridLimits:
-    """Signed, symmetric, per tensor or channel: all runtimes but ONNX Runtime, which accepts more, require this."""
+    # Signed, symmetric, per tensor or channel: all runtimes but ONNX Runtime, which accepts more, require this.
     return GridLimits(8, lowest, signed=(True,), symmetric=(True,), granularities=("tensor", "channel"))
 
 
@@ -255,3 +258,46 @@ _LITERT = replace(
 )  # fmt: skip
 
 SHIPPED = (_ONNXRUNTIME, _ONNXRUNTIME_X86, _TENSORRT, _OPENVINO, _QNNPACK, _INTEGER_ONLY, _LITERT)
+
+_profiles: dict[str, TargetProfile] = {profile.name: profile for profile in SHIPPED}
+
+PROFILES: Mapping[str, TargetProfile] = MappingProxyType(_profiles)
+"""All targets by name."""
+
+
+def register_target(profile: TargetProfile) -> TargetProfile:
+    """Make your own runtime available as `QuantRecipe(target=name)` and `quantization.target`.
+
+    Args:
+        profile: the profile; `dataclasses.replace` makes one from a shipped one.
+
+    Raises:
+        ValueError: if another profile has the same name.
+
+    >>> from dataclasses import replace
+    >>> chip = replace(profile_of("tensorrt"), name="my_chip", quantizes_outputs=True)
+    >>> register_target(profile_of("tensorrt")).name  # register_target(chip) would return chip
+    'tensorrt'
+    """
+    if not isinstance(profile, TargetProfile):
+        raise TypeError(f"register_target: expected a TargetProfile, got {profile!r}")
+    known = _profiles.setdefault(profile.name, profile)
+    if known != profile:
+        raise ValueError(f"target {profile.name!r} is registered already; give the profile another name")
+    return profile
+
+
+def profile_of(target: str) -> TargetProfile:
+    """The profile of a target.
+
+    Raises:
+        ValueError: for an unknown name.
+
+    >>> sorted(profile_of("openvino").shared_grids)
+    ['cat', 'max_pool']
+    """
+    if target not in tuple(PROFILES):  # a tuple: what the user gives may be unhashable
+        own = "import the module of one of your own first (in a config: imports)"
+        hint = did_you_mean(str(target), PROFILES) or own
+        raise ValueError(f"unknown target {target!r}; registered: {', '.join(PROFILES)}; {hint}")
+    return PROFILES[target]

@@ -16,8 +16,8 @@ import qat
 from qat.cli import export
 from qat.cli.command import main
 from qat.export.litert import firmware
+from qat.export.litert.file import ReadFile
 from qat.export.litert.firmware import quantized_multiplier
-from qat.export.litert.reading import ReadFile
 
 pytest.importorskip("ai_edge_litert")
 pytest.importorskip("tflite_micro")

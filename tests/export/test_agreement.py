@@ -8,8 +8,6 @@ from torch import Tensor
 
 from qat.export.agreement import TOLERANCE, judge
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 VALUES = torch.linspace(-1, 3, 200)
 
 

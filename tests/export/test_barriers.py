@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers, optimized_operators
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+from tests.export.test_export_layers import quantized
 
 
 class Beside(nn.Module):
@@ -92,7 +91,6 @@ def check_float(model: nn.Module, x: Tensor, path: Path, layers: int) -> None:
 def test_a_layer_without_a_grid_in_front_of_it_needs_no_barrier(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
     x = torch.randn(4, 3, 10, 10)
-    model = qat.prepare(net, qat.QuantRecipe(overrides={"0": {"skip": True}}), x)
-    qat.calibrate(model, [x])
-    qat.export_onnx(model.eval(), tmp_path / "model.onnx", x)
+    model = quantized(net, x, qat.QuantRecipe(overrides={"0": {"skip": True}}))
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
     assert "LeakyRelu" not in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}

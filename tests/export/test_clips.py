@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import qat
 from qat.export import compare_layers
 from qat.export.onnxruntime.passes import fold_clips
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+from tests.export.test_export_layers import quantized
 
 
 def exported(act: nn.Module, bits: int, path: Path, share: float = 1.0) -> tuple[nn.Module, Tensor]:
@@ -24,13 +23,12 @@ def exported(act: nn.Module, bits: int, path: Path, share: float = 1.0) -> tuple
     x = 6 * torch.randn(8, 3, 12, 12)
     layers = OrderedDict(first=nn.Conv2d(3, 8, 3), act=act, second=nn.Conv2d(8, 4, 3))
     recipe = qat.QuantRecipe({"bits": bits}, {"bits": bits}, residual_bits=bits)
-    model = qat.prepare(nn.Sequential(layers), recipe, x)
-    qat.calibrate(model, [x])
+    model = quantized(nn.Sequential(layers), x, recipe)
     with torch.no_grad():
         for each in model.modules():
             if isinstance(each, qat.Quantizer) and each.role == "activation":
                 each.scale.mul_(share)
-    qat.export_onnx(model.eval(), path, x)
+    qat.export_onnx(model, path, x)
     return model, x
 
 

@@ -13,8 +13,10 @@ from torch import nn
 
 import qat
 from qat.export import find_saturation, optimized_operators, verify_onnx
-from qat.export.onnx.containers import pack_weights, stored_arrays
-from qat.export.onnxruntime.default_session import EXACT_OPTION
+from qat.export.onnx.graph import stored_arrays
+from qat.export.onnx.saving import pack_weights
+from qat.export.onnxruntime.session import EXACT_OPTION
+from tests.export.test_export_layers import quantized
 
 
 def graph_of(values: np.ndarray, opset: int = 21) -> Any:
@@ -66,9 +68,8 @@ def exported(
     path: Path, weight: dict[str, Any], activation: dict[str, Any], **options: Any
 ) -> tuple[Any, torch.Tensor]:
     images = torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-    model = qat.prepare(small_model(), qat.QuantRecipe(weight, activation), images)
-    qat.calibrate(model, [images])
-    qat.export_onnx(model.eval(), path, images, **options)
+    model = quantized(small_model(), images, qat.QuantRecipe(weight, activation))
+    qat.export_onnx(model, path, images, **options)
     return model, images
 
 

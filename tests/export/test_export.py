@@ -20,8 +20,6 @@ from qat.export import compare_layers, optimized_operators
 from qat.layers import QuantLayer
 from qat.quantizer import LSQQuantizer, Quantizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 class Small(nn.Module):
     """Every kind of layer in a ResNet on small tensors: max pool, residual add, downsampling, average pool."""

@@ -15,12 +15,10 @@ from torch.nn.utils import parametrize
 
 import qat
 from qat.export import compare_layers, optimized_operators
-from qat.export.onnx.containers import stored_arrays
+from qat.export.onnx.graph import stored_arrays
 from qat.layers import QuantFunction, QuantLayer
 from qat.quantizer import Quantizer
 from tests.references.prepared_case import activation_quantizers, draw
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 Inputs = dict[str, Tensor]
 

@@ -23,8 +23,6 @@ from qat.quantizer import Quantizer
 from tests.export.test_export_layers import assert_exports, assert_same, exported, part_of, quantized
 from tests.references.prepared_case import Net, Plain, draw
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 FLOAT_PRODUCTS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits", "Einsum"}
 
 

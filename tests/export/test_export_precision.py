@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers
-from qat.export.onnxruntime import default_session, session, verification
+from qat.export.onnxruntime import session, verification
 from qat.kernels.cpu import processor
 from tests.export import test_export_layers as layers
 from tests.references.prepared_case import Plain
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 class Shared(nn.Module):
@@ -90,10 +88,10 @@ def test_a_session_takes_the_option_where_it_needs_it(asked: str | None, monkeyp
     monkeypatch.delenv(processor.VARIABLE, raising=False)
     if asked is not None:
         monkeypatch.setenv(processor.VARIABLE, asked)
-    as_it_is = default_session.multiplies_exactly(with_option=False)
-    assert default_session.default_is_exact() is {None: as_it_is, "vnni": True, "no-vnni": False}[asked]
-    assert default_session.needs_option() is (asked == "no-vnni" or not as_it_is)
-    assert default_session.multiplies_exactly(with_option=True)
+    as_it_is = session.multiplies_exactly(with_option=False)
+    assert session.default_is_exact() is {None: as_it_is, "vnni": True, "no-vnni": False}[asked]
+    assert session.needs_option() is (asked == "no-vnni" or not as_it_is)
+    assert session.multiplies_exactly(with_option=True)
 
 
 def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,14 +110,14 @@ def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ort, "InferenceSession", Saturating)
     for number in range(4):
         saturated[:] = [number]
-        assert not default_session.multiplies_exactly.__wrapped__(with_option=True)
+        assert not session.multiplies_exactly.__wrapped__(with_option=True)
 
 
 def test_a_processor_that_multiplies_exactly_in_no_session_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, model, x = exported("shared")
-    monkeypatch.setattr(default_session, "multiplies_exactly", lambda with_option: False)
+    monkeypatch.setattr(session, "multiplies_exactly", lambda with_option: False)
     with pytest.raises(RuntimeError, match=r"^ONNX Runtime [\d.]+ does not multiply integers exactly on this "):
         qat.verify_onnx(path, model, [x])
     qat.verify_onnx(path, model, [x], default_session=True)  # says nothing about exact products

@@ -12,6 +12,7 @@ import qat
 from qat.export import compare_layers, find_saturation, optimized_operators, verify_onnx
 from qat.export.onnx import saving
 from qat.export.onnx.operators import OPSETS
+from tests.export.test_export_layers import quantized
 
 
 class TwoInTwoOut(nn.Module):
@@ -27,9 +28,7 @@ class TwoInTwoOut(nn.Module):
 @pytest.fixture(scope="module")
 def model() -> Any:
     torch.manual_seed(0)
-    prepared = qat.prepare(TwoInTwoOut(), example_inputs=(torch.randn(2, 3, 6, 6), torch.randn(2, 2)))
-    qat.calibrate(prepared, [INPUTS])
-    return prepared.eval()
+    return quantized(TwoInTwoOut(), INPUTS)
 
 
 INPUTS = {"image": torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0)), "shift": torch.zeros(4, 2)}
@@ -53,11 +52,10 @@ def test_other_opsets_are_refused(opset: Any, model: Any, tmp_path: Path) -> Non
 
 def test_few_bits_have_no_small_container_below_opset_21(tmp_path: Path) -> None:
     x = torch.randn(4, 40)
-    prepared = qat.prepare(nn.Sequential(nn.Linear(40, 8)), qat.QuantRecipe({"bits": 4}, {"bits": 8}), x)
-    qat.calibrate(prepared, [x])
+    prepared = quantized(nn.Sequential(nn.Linear(40, 8)), x, qat.QuantRecipe({"bits": 4}, {"bits": 8}))
     kinds = []
     for opset in (20, 21):
-        qat.export_onnx(prepared.eval(), tmp_path / "x.onnx", x, opset=opset)
+        qat.export_onnx(prepared, tmp_path / "x.onnx", x, opset=opset)
         kinds.append({tensor.data_type for tensor in onnx.load(tmp_path / "x.onnx").graph.initializer})
         assert verify_onnx(tmp_path / "x.onnx", prepared, [x]).agreement == 1
     assert onnx.TensorProto.INT4 not in kinds[0] and onnx.TensorProto.INT4 in kinds[1]
@@ -94,8 +92,7 @@ def test_outputs_have_the_names_of_the_result(result: Any, names: list[str], tmp
             return result(self.a(x), self.b(x))
 
     x = torch.randn(5, 4)
-    prepared = qat.prepare(Model(), example_inputs=x).eval()
-    qat.calibrate(prepared, [x])
+    prepared = quantized(Model(), x)
     qat.export_onnx(prepared, tmp_path / "x.onnx", x)
     graph = onnx.load(tmp_path / "x.onnx").graph
     assert [end.name for end in graph.output] == names

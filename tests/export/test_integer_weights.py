@@ -83,8 +83,7 @@ def test_they_are_the_initializers_of_the_file(model: nn.Module, tmp_path: Path)
 def test_numpy_alone_computes_the_layer() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 5)
-    model = qat.prepare(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).eval(), example_inputs=x)
-    qat.calibrate(model, [x])
+    model = quantized(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), x)
     (layer,) = qat.integer_weights(model).values()
     codes = np.clip(np.round(x.numpy() / layer.input_scale) + layer.input_zero_point, 0, 255).astype(np.int64)
     sums = (codes - layer.input_zero_point) @ layer.weight.T.astype(np.int64) + layer.bias

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import qat
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+from tests.export.test_export_layers import quantized
 
 NAMES = ["0.weight_quantizer.scale", "input_quantizer.zero_point", "0.weight", "2.bias", "1.running_var"]
 X = torch.randn(4, 3, 8, 8)
@@ -19,12 +18,11 @@ X = torch.randn(4, 3, 8, 8)
 def broken(name: str, value: float = math.nan) -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.GELU(), nn.Conv2d(8, 4, 1)
-    model = qat.prepare(nn.Sequential(*layers), example_inputs=X)
-    qat.calibrate(model, [X])
+    model = quantized(nn.Sequential(*layers), X)
     tensor = model.state_dict(keep_vars=True)[name]
     with torch.no_grad():
         tensor.view(-1)[-1] = value
-    return model.eval()
+    return model
 
 
 @pytest.mark.parametrize("name", NAMES)

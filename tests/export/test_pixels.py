@@ -12,8 +12,9 @@ from torch import nn
 
 import qat
 from qat.export import optimized_operators
-from qat.export.onnx.pixels import take_pixels
+from qat.export.onnx.formats import take_pixels
 from qat.training.data.transforms import ToInput
+from tests.export.test_export_layers import quantized
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -22,9 +23,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def model_for(images: torch.Tensor, channels: int = 3) -> Any:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    prepared = qat.prepare(layers, example_inputs=images)
-    qat.calibrate(prepared, [images])
-    return prepared.eval()
+    return quantized(layers, images)
 
 
 def run(path: Path, images: np.ndarray) -> np.ndarray:
@@ -78,10 +77,9 @@ class Normalizing(nn.Module):
 def test_a_model_may_have_tensors_of_the_same_names(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 8, 8)
     names = ("pixels", "pixels_float", "pixels_centred", "pixels_scaled", "normalized", "pixel_mean", "pixel_std")
-    model = qat.prepare(Normalizing(names), example_inputs=images)
-    qat.calibrate(model, [images])
+    model = quantized(Normalizing(names), images)
     pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
-    qat.export_onnx(model.eval(), tmp_path / "plain.onnx", images)
+    qat.export_onnx(model, tmp_path / "plain.onnx", images)
     qat.export_onnx(model, tmp_path / "pixels.onnx", images, normalization=(MEAN, STD))
     normalized = ToInput(MEAN, STD)(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()))
     expected = run(tmp_path / "plain.onnx", normalized.numpy())

@@ -21,19 +21,10 @@ def net(forward: Callable[..., Any]) -> Plain:
     return Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize(
-    ("forward", "fact"),
-    [
-        (lambda self, x: torch.linalg.eigvals(self.a(x).mT @ self.a(x)).real, "eig"),
-    ],
-)
-def test_what_torch_cannot_export_is_one_line_of_its_reason(
-    forward: Callable[..., Any], fact: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError) as refusal:
-        qat.export_onnx(quantized(net(forward), X), tmp_path / "x.onnx", X)
-    assert str(refusal.value).startswith("export_onnx: torch.onnx cannot export Plain: ") and fact in str(refusal.value)
-    assert "\n" not in str(refusal.value) and "\x1b" not in str(refusal.value)
+def test_what_torch_cannot_export_is_one_line_of_its_reason(tmp_path: Path) -> None:
+    model = quantized(net(lambda self, x: torch.linalg.eigvals(self.a(x).mT @ self.a(x)).real), X)
+    with pytest.raises(ValueError, match=r"^export_onnx: torch.onnx cannot export Plain: [^\n\x1b]*eig[^\n\x1b]*$"):
+        qat.export_onnx(model, tmp_path / "x.onnx", X)
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel, torch.compile])

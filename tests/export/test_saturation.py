@@ -13,8 +13,6 @@ from qat.export import find_saturation
 from qat.export.onnx.saturation import worst_pair
 from tests.export import test_export_layers as layers
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 def all_pairs(row: Any, code: int) -> int:
     """Brute force: every pair of weights, every pair of codes at their ends, single products too."""

@@ -12,8 +12,7 @@ from qat.export import compare_layers, optimized_operators
 from qat.training.config.schema import RunConfig
 from qat.training.run.logging import RunLog
 from qat.training.run.proof import Proof, export_and_prove
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+from tests.export.test_export_layers import quantized
 
 
 class Block(nn.Module):
@@ -33,12 +32,11 @@ class Block(nn.Module):
 def test_a_sum_that_ends_on_few_bits_is_added_as_torch_adds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, path = torch.randn(16, 3, 16, 16), tmp_path / "model.onnx"
-    model = qat.prepare(Block(), qat.QuantRecipe({"bits": 3}, {"bits": 3}, first_bits=8), x)
-    qat.calibrate(model, [x])
+    model = quantized(Block(), x, qat.QuantRecipe({"bits": 3}, {"bits": 3}, first_bits=8))
     with torch.no_grad():  # 0.1 m + 0.3 n lies on a tie of 0.2 for every other pair of integers
         for name, scale in (("stem_quantizer", 0.1), ("first_quantizer", 0.3), ("add_quantizer", 0.2)):
             model.get_submodule(name).scale.fill_(scale)
-    qat.export_onnx(model.eval(), path, x)
+    qat.export_onnx(model, path, x)
     assert qat.verify_onnx(path, model, [x]).max_difference < 1e-6
     proto = onnx.load(path)
     sums = [node for node in proto.graph.node if node.op_type == "Sum"]
@@ -52,12 +50,11 @@ def test_a_sum_that_ends_on_few_bits_is_added_as_torch_adds(tmp_path: Path) -> N
 def _with_ties(x: torch.Tensor) -> torch.nn.Module:
     """8 bits, where 0.1 m + 0.3 n lies on a tie of 0.2 for every other pair of integers."""
     torch.manual_seed(0)
-    model = qat.prepare(Block(), qat.QuantRecipe(), x)
-    qat.calibrate(model, [x])
+    model = quantized(Block(), x)
     with torch.no_grad():
         for name, scale in (("stem_quantizer", 0.01), ("first_quantizer", 0.03), ("add_quantizer", 0.02)):
             model.get_submodule(name).scale.fill_(scale)
-    return model.eval()
+    return model
 
 
 def test_a_sum_on_a_far_finer_grid_than_its_operands_does_not_overflow(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers, lint_onnx
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+from tests.export.test_export_layers import quantized
 
 OUTPUT_CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": -1, "MatMul": -1}
 """The axis of an operator's weight that may have a scale for each of its elements."""
@@ -45,9 +44,8 @@ class Net(nn.Module):
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Tensor, Path]:
     torch.manual_seed(0)
     x, path = torch.randn(16, 3, 13, 13), tmp_path_factory.mktemp("tensorrt") / "model.onnx"
-    model = qat.prepare(Net(), qat.QuantRecipe(target="tensorrt", overrides={"left_in_float": {"skip": True}}), x)
-    qat.calibrate(model, [x])
-    qat.export_onnx(model.eval(), path, x)
+    model = quantized(Net(), x, qat.QuantRecipe(target="tensorrt", overrides={"left_in_float": {"skip": True}}))
+    qat.export_onnx(model, path, x)
     return model, x, path
 
 
@@ -104,9 +102,8 @@ def test_few_bits_are_neither_packed_nor_clipped_as_integers(tmp_path: Path) -> 
     torch.manual_seed(0)
     x, path = 3 * torch.randn(16, 3, 13, 13), tmp_path / "model.onnx"
     overrides = {"*": {"weight": {"bits": 4}, "activation": {"bits": 3}}, "left_in_float": {"skip": True}}
-    model = qat.prepare(Net(), qat.QuantRecipe(target="tensorrt", overrides=overrides), x)
-    qat.calibrate(model, [x])
-    qat.export_onnx(model.eval(), path, x)
+    model = quantized(Net(), x, qat.QuantRecipe(target="tensorrt", overrides=overrides))
+    qat.export_onnx(model, path, x)
     graph = onnx.load(path).graph
     kinds = {tensor.data_type for tensor in graph.initializer}
     assert kinds <= {TensorProto.FLOAT, TensorProto.INT8, TensorProto.INT64}

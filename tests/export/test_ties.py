@@ -12,10 +12,8 @@ import qat
 from qat.export import Differences, compare_layers, explain_differences
 from qat.export import exporter as exporter_module
 from qat.quantizer import create_quantizer
+from tests.export.test_export_layers import quantized
 from tests.references.prepared_case import Plain
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 BETWEEN = {"nothing": nn.Identity(), "pool": nn.MaxPool2d(2), "reshape": nn.Flatten(2), "relu": nn.ReLU()}
 
@@ -51,10 +49,9 @@ def on_ties() -> tuple[nn.Module, torch.Tensor]:
         net.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
         net.bias.zero_()
     x = torch.linspace(-1, 1, 20).reshape(10, 2)
-    model = qat.prepare(nn.Sequential(net), example_inputs=x)
-    qat.calibrate(model, [x])
+    model = quantized(nn.Sequential(net), x)
     scale = model.get_submodule("input_quantizer").grid()[0].detach()
-    return model.eval(), -scale * torch.arange(20).reshape(10, 2) - scale / 2 * (torch.arange(10) % 2)[:, None]
+    return model, -scale * torch.arange(20).reshape(10, 2) - scale / 2 * (torch.arange(10) % 2)[:, None]
 
 
 def explained(

@@ -14,8 +14,6 @@ from qat.export import explain_differences
 from qat.export.agreement import TOLERANCE, judge
 from qat.training.run.proof import prove
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 PIXELS = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()]
 FEATURES = [*PIXELS, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
 ENDS = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import qat
 from qat.export import compare_litert_layers
 from qat.export.litert.exporter import UnwritableWarning
-from qat.export.litert.reading import ReadFile
-from qat.export.onnxruntime.default_session import default_is_exact
+from qat.export.litert.file import ReadFile
+from qat.export.onnxruntime.session import default_is_exact
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.integers.following import LayerDifference
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import qat
 from qat.layers import QuantLinear
 from qat.post_training import BRECQ, AdaRound, QDrop
-from qat.post_training.rounding import SoftRounding
+from qat.post_training.reconstruction import SoftRounding
 from qat.post_training.stretches import stretches
 
 FEW = {"bits": 3}

@@ -11,7 +11,7 @@ import pytest
 
 import qat
 from qat.spec import QuantSpec
-from qat.targets import profile_of, register_target, registry
+from qat.targets import profile_of, register_target, shipped
 from qat.training import script as train
 from tests.targets.test_targets import SHIPPED
 
@@ -41,10 +41,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "tinymodels.py").write_text(MODEL)
     (tmp_path / "tiny.yaml").write_text(CONFIG + section)
     monkeypatch.chdir(tmp_path)
-    before = dict(registry._profiles)
+    before = dict(shipped._profiles)
     yield tmp_path
-    registry._profiles.clear()
-    registry._profiles.update(before)
+    shipped._profiles.clear()
+    shipped._profiles.update(before)
     for name in ("my_targets", "tinymodels"):
         sys.modules.pop(name, None)
 

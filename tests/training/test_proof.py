@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from qat.export import Differences, LayerDifference, Saturation, Verification
-from qat.export.onnxruntime import default_session
+from qat.export.onnxruntime import session
 from qat.kernels.cpu import onednn, processor
 from qat.training.config.schema import RunConfig
 from qat.training.run import proof as proof_module
@@ -58,7 +58,7 @@ def test_with_vnni_there_is_one_row_and_the_summary_names_the_processor(finish: 
 
 
 def test_a_processor_without_exact_products_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_session, "multiplies_exactly", lambda with_option: False)
+    monkeypatch.setattr(session, "multiplies_exactly", lambda with_option: False)
     said = user_error(proof_module.prove, Path("model.onnx"), None, [])
     assert said.startswith("model.onnx: ONNX Runtime ") and said.endswith("without the proof")
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from qat.codes.evaluation import arithmetic
 from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.codes.operators.grid import SHIFT
-from qat.integers.grids import rounds_half_to_even
+from qat.integers.frozen import rounds_half_to_even
 from qat.quantizer import Quantizer
 
 

@@ -1,1 +1,1 @@
-"""What a runtime would make of any ONNX file with quantizers, found without running it: facts, and who minds them."""
+"""Static checks of quantized ONNX files, from any tool, against rules of one runtime."""

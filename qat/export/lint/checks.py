@@ -1,11 +1,17 @@
-"""What is seen in a quantized graph that one runtime or another minds."""
+"""Facts about a quantized graph that one runtime or another minds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from qat.export.lint.reading import DEQUANTIZE, LAYERS, QUANTIZE, Grid, QuantizedGraph, is_quantize
+from qat.export.onnx.graph import Array, Edges, attributes
+
+QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+
+LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": -1, "MatMul": -1}
+"""Operators with a weight, and the axis of its output channels."""
 
 Fact = tuple[str, Any, str]
 """The name of a rule, the operator, and what is seen there; "" if the rule says it all."""
@@ -29,8 +35,104 @@ KINDS = {"int32": "int32-bias", "uint8": "unsigned", **dict.fromkeys(("int16", "
          **dict.fromkeys(("int4", "uint4", "int2", "uint2"), "4-bits")}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The grid of one QuantizeLinear or DequantizeLinear.
+
+    `scale` and `zero_point` are None where the model computes them, `kind` names the integers' type.
+    """
+
+    node: Any
+    scale: Array | None
+    zero_point: Array | None
+    kind: str
+    axis: int
+
+    def equals(self, other: "Grid") -> bool:
+        """True if both are known to have the same scale, zero point and type."""
+        pairs = ((self.scale, other.scale), (self.zero_point, other.zero_point))
+        same = all(a is not None and b is not None and np.array_equal(np.ravel(a), np.ravel(b)) for a, b in pairs)
+        return same and self.kind == other.kind
+
+
+class QuantizedGraph(Edges):
+    """A graph, and the operators that its runtime moves quantizers across."""
+
+    def __init__(self, graph: Any, moving: Sequence[str]) -> None:
+        super().__init__(graph)
+        self.nodes, self.moving = list(graph.node), moving
+        self.constant = set(self.stored)
+        axes = [axis for each in graph.input for axis in each.type.tensor_type.shape.dim]
+        self.free = not all(axis.HasField("dim_value") for axis in axes)  # whether a batch may have any size
+        for node in self.nodes:
+            if node.input and all(name in self.constant for name in node.input if name):
+                self.constant.update(node.output)
+
+    def grid(self, node: Any) -> Grid:
+        """The grid of a QuantizeLinear or a DequantizeLinear."""
+        from onnx import TensorProto, helper
+
+        scale, zero_point = (self.stored.get(name) for name in [*node.input[1:3], ""][:2])
+        given = attributes(node)
+        quantize = node if _is_quantize(node) else self.maker(node.input[0], QUANTIZE)
+        typed = zero_point if zero_point is not None else self.stored.get(node.input[0])
+        if typed is not None and typed.dtype != np.float32:
+            kind = typed.dtype.name
+        elif quantize is not None and quantize is not node:
+            kind = self.grid(quantize).kind
+        else:
+            kind = helper.tensor_dtype_to_np_dtype(given.get("output_dtype", 0) or TensorProto.UINT8).name
+        if len(node.input) < 3 or not node.input[2]:
+            zero_point = np.zeros(1)
+        return Grid(node, scale, zero_point, kind, given.get("axis", 1))
+
+    def moves(self, node: Any) -> bool:
+        """True if an operator hands its first operand's values on; a linear Resize does not."""
+        moving = node is not None and node.op_type in self.moving
+        return moving and attributes(node).get("mode", b"nearest") == b"nearest"
+
+    def origin(self, name: str) -> str:
+        """The tensor whose values were moved to this one."""
+        while self.moves(self.made.get(name)):
+            name = self.made[name].input[0]
+        return name
+
+    def grid_of(self, name: str) -> Grid | None:
+        """The grid of the values of a tensor, which may have been moved; None for floats."""
+        node = self.maker(self.origin(name), DEQUANTIZE)
+        return None if node is None else self.grid(node)
+
+    def behind(self, name: str) -> list[Any]:
+        """The readers of a tensor, across moves; None is the user, equal quantizers are one."""
+        found: list[Any] = []
+        for node in self.read_by.get(name, []):
+            for each in self.behind(node.output[0]) if self.moves(node) else [node]:
+                known = [self.grid(other) for other in found if _is_quantize(other)]
+                if not _is_quantize(each) or not any(self.grid(each).equals(other) for other in known):
+                    found.append(each)
+        return found
+
+    def channel_axis(self, layer: Any, weight: Grid) -> int | None:
+        """The axis of a stored weight with the output channels; None behind a reshape."""
+        rank = len(getattr(self.stored.get(weight.node.input[0]), "shape", "12"))
+        turned = attributes(layer).get("transB")
+        name, axis = layer.input[1], (0 if turned else LAYERS[layer.op_type]) % rank
+        while name != weight.node.output[0]:
+            node = self.maker(name, "Transpose", "Identity")
+            if node is None:
+                return None
+            if node.op_type == "Transpose":
+                axis = attributes(node).get("perm", range(rank)[::-1])[axis]
+            name = node.input[0]
+        return axis
+
+
+def _is_quantize(node: Any) -> bool:
+    return node is not None and node.op_type == QUANTIZE
+
+
 def facts(found: QuantizedGraph, in_float: frozenset[Any]) -> Iterator[Fact]:
-    """All facts; `in_float`: the operations that the runtime computes in float between two grids."""
+    """All facts; `in_float` are the operations that a runtime has no integer kernels for."""
     for node in found.nodes:
         if node.op_type == QUANTIZE or (node.op_type == DEQUANTIZE and not found.maker(node.input[0], QUANTIZE)):
             yield from _grid(found, found.grid(node), node.input[0] in found.constant)
@@ -41,7 +143,6 @@ def facts(found: QuantizedGraph, in_float: frozenset[Any]) -> Iterator[Fact]:
 
 
 def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
-    """What is seen at a quantizer, or at the DequantizeLinear of stored integers."""
     node = grid.node
     if grid.kind in KINDS or grid.kind.startswith("float8"):
         yield KINDS.get(grid.kind, "float8"), node, "" if grid.kind in ("int32", "uint8") else grid.kind
@@ -58,7 +159,7 @@ def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
         if grid.scale.size > 1 and not constant:
             yield "channel-activation", node, f"{grid.scale.size} scales"
     if node.op_type == QUANTIZE:
-        for reader in found.read.get(node.output[0], []):
+        for reader in found.read_by.get(node.output[0], []):
             if reader is None or reader.op_type != DEQUANTIZE:
                 yield "integer-operator", node, "the output" if reader is None else reader.op_type
         before, across = found.grid_of(node.input[0]), found.origin(node.input[0]) != node.input[0]
@@ -67,10 +168,9 @@ def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
 
 
 def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
-    """What is seen at a convolution or product."""
     x, weight = (found.grid_of(name) for name in node.input[:2])
     constant, last = node.input[1] in found.constant, _end(found, node)
-    in_integers = [each for each in found.behind(last.output[0]) if is_quantize(each)]
+    in_integers = [each for each in found.behind(last.output[0]) if _is_quantize(each)]
     if x is None or weight is None:
         rounded = weight is None and constant and node.op_type != "MatMul" and in_integers
         what = "its input" if x is None else "its weight" if constant else "its second operand"
@@ -101,19 +201,19 @@ def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
 
 
 def _end(found: QuantizedGraph, node: Any) -> Any:
-    """The operator that ends a layer: the Add of a MatMul's bias, or the layer itself."""
-    behind = found.read.get(node.output[0], [])
+    # The operator that ends a layer: the Add of a MatMul's bias, or the layer itself.
+    behind = found.read_by.get(node.output[0], [])
     is_linear = node.op_type == "MatMul" and node.input[1] in found.constant and len(behind) == 1
     is_bias = is_linear and behind[0] is not None and behind[0].op_type == "Add"
     return behind[0] if is_bias and any(name in found.constant for name in behind[0].input) else node
 
 
 def _kernel(found: QuantizedGraph, node: Any, operands: list[Grid]) -> Iterator[Fact]:
-    """Whether an operator with quantized operands has a result that one quantizer reads, and integers of one type."""
+    # Whether an operator with quantized operands has a result that one quantizer reads, and integers of one type.
     behind = found.behind(_end(found, node).output[0])
     clip = behind[0] if len(behind) == 1 and behind[0] is not None and behind[0].op_type in ("Relu", "Clip") else None
     behind = behind if clip is None else found.behind(clip.output[0])
-    grids = [found.grid(each) for each in behind if is_quantize(each)]
+    grids = [found.grid(each) for each in behind if _is_quantize(each)]
     if len(behind) == 1 and grids:
         if clip is not None and not _ends_within(found, clip, grids[0]):
             yield "clip-kept", node, f"{clip.op_type} in front of {grids[0].node.name or grids[0].node.output[0]}"
@@ -128,7 +228,7 @@ def _kernel(found: QuantizedGraph, node: Any, operands: list[Grid]) -> Iterator[
 
 
 def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
-    """Whether the values of a grid end where a Relu or Clip does, so that the quantizer alone clips as much."""
+    # Whether the values of a grid end where a Relu or Clip does, so that the quantizer alone clips as much.
     if grid.scale is None or grid.zero_point is None or "int" not in grid.kind:
         return False
     limits, given = np.iinfo(grid.kind), [*clip.input[1:], "", ""]
@@ -139,16 +239,15 @@ def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
 
 
 def _is_shared(found: QuantizedGraph, grid: Grid) -> bool:
-    """Whether not only one operator reads the integers of a quantizer, behind one DequantizeLinear."""
-    quantize = grid.node if is_quantize(grid.node) else found.maker(grid.node.input[0], QUANTIZE)
-    pairs = found.read.get(quantize.output[0], []) if quantize is not None else []
+    # Whether not only one operator reads the integers of a quantizer, behind one DequantizeLinear.
+    quantize = grid.node if _is_quantize(grid.node) else found.maker(grid.node.input[0], QUANTIZE)
+    pairs = found.read_by.get(quantize.output[0], []) if quantize is not None else []
     return len(pairs) > 1 or any(
-        pair is None or pair.op_type != DEQUANTIZE or len(found.read.get(pair.output[0], [])) > 1 for pair in pairs
+        pair is None or pair.op_type != DEQUANTIZE or len(found.read_by.get(pair.output[0], [])) > 1 for pair in pairs
     )
 
 
 def _operator(found: QuantizedGraph, node: Any, in_float: frozenset[Any]) -> Iterator[Fact]:
-    """What is seen at any other operator."""
     if node.op_type.startswith(("QLinear", "DynamicQuantize", "TRT_")) or node.op_type.endswith("Integer"):
         yield "operator-format", node, node.op_type
     elif node.op_type == "Cast" and "int4" in getattr(found.stored.get(node.input[0]), "dtype", np.dtype(float)).name:
@@ -156,7 +255,7 @@ def _operator(found: QuantizedGraph, node: Any, in_float: frozenset[Any]) -> Ite
     joins = node.op_type in ELEMENTWISE
     given = [name for name in node.input if name] if joins else list(node.input[:1])
     grids = [grid for grid in map(found.grid_of, given) if grid is not None]
-    behind = [found.grid(each) for each in found.behind(node.output[0]) if is_quantize(each)] if node.output else []
+    behind = [found.grid(each) for each in found.behind(node.output[0]) if _is_quantize(each)] if node.output else []
     if not grids:
         layers = [found.maker(name, "Conv") for name in given if name not in found.constant]
         if node.op_type == "Add" and len(layers) == 2 and any(each and found.grid_of(each.input[0]) for each in layers):

@@ -1,6 +1,12 @@
-"""The rules of `lint_onnx`: what a runtime makes of what is seen in a file, and who says so."""
+"""`lint_onnx` and its rules: what a runtime makes of a fact, and who says so."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+
+from qat.export.lint.checks import LAYERS, ONE_GRID, QuantizedGraph, facts
+from qat.export.onnx.saturation import saturation_of
+from qat.targets import profile_of
 
 PROFILES = {"onnxruntime": "onnxruntime", "tensorrt": "tensorrt", "openvino": "openvino", "xnnpack": "qnnpack"}
 """The runtimes, and the target profile of each."""
@@ -37,7 +43,7 @@ class Rule:
     remedy: str = ""
 
     def severity(self, runtime: str) -> str:
-        """How bad it is there; "" if it is none of that runtime's business."""
+        """The severity for a runtime; "" if it is none of its business."""
         return next((each for each in ("error", "warning", "note") if runtime in getattr(self, each).split()), "")
 
 
@@ -98,3 +104,56 @@ RULES = (
     Rule("float-operation", "computed in float between two grids", _TARGETS, note=ALL),
     Rule("saturation", "sums of products may saturate on x86 without VNNI", _TARGETS, note=f"{ORT} {OV}"),
 )  # fmt: skip
+
+MOVED_BY_ONNX_RUNTIME = ("Identity", "Dropout", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "MaxPool")
+"""Its qdq_propagation.cc moves quantizers across them, or another optimisation removes them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An operator that a rule speaks of, by its name, or its type and result.
+
+    `detail` is what is seen there, if the rule does not say it.
+    """
+
+    rule: Rule
+    severity: str
+    operator: str
+    detail: str
+
+
+def lint_onnx(path: str | os.PathLike[str], runtime: str) -> list[Finding]:
+    """Find what a runtime would refuse in a quantized ONNX file, or compute in float.
+
+    Nothing is run. The graphs inside operators (the branches of If, the body of Loop) are not looked into.
+
+    Args:
+        path: the file.
+        runtime: "onnxruntime", "tensorrt", "openvino", or "xnnpack", which is ONNX Runtime's provider of that name.
+
+    Raises:
+        ValueError: for another runtime, or a file that is not ONNX.
+    """
+    import onnx
+    from onnx.inliner import inline_local_functions
+
+    if runtime not in PROFILES:
+        raise ValueError(f"lint_onnx: runtime must be one of {', '.join(PROFILES)}, got {runtime!r}")
+    content = Path(path).read_bytes()
+    try:
+        proto = onnx.load_from_string(content)
+        onnx.load_external_data_for_model(proto, str(Path(path).parent))
+    except Exception as error:  # protobuf's, onnx's, that of a missing file of weights
+        raise ValueError(f"lint_onnx: {str(path)!r} is not read as ONNX: {error}") from None
+    graph = inline_local_functions(proto).graph if proto.functions else proto.graph
+    if not graph.node:
+        raise ValueError(f"lint_onnx: {str(path)!r} is not an ONNX file, or one without operators")
+    quantized = QuantizedGraph(graph, MOVED_BY_ONNX_RUNTIME if runtime in CPU.split() else (*ONE_GRID, "Concat"))
+    seen = [(name, node.name or f"{node.op_type} -> {node.output[0]}", detail)
+            for name, node, detail in facts(quantized, profile_of(PROFILES[runtime]).float_operations)]  # fmt: skip
+    seen += [("saturation", each.layer, "") for each in saturation_of(graph) if each.channels]
+    if not any("QuantizeLinear" in node.op_type for node in graph.node):
+        seen = [("unquantized", node.name or node.output[0], "") for node in graph.node if node.op_type in LAYERS]
+    rules = {rule.name: rule for rule in RULES}
+    found = [Finding(rules[name], rules[name].severity(runtime), operator, detail) for name, operator, detail in seen]
+    return [each for each in found if each.severity]

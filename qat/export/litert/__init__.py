@@ -1,5 +1,5 @@
-"""LiteRT (TensorFlow Lite): a frozen model as the integer operators of a .tflite file, and what runs it here.
+"""LiteRT (TensorFlow Lite): a frozen model as integer operators of a .tflite file.
 
-The way through: `operators.py` marks quantization in the traced graph, `translation.py` walks it, the other files write
-one kind of operation each into `file.py`. Nothing here knows ONNX.
+The way through: `translation.py` marks quantization in the traced graph and walks it, `products.py` and `operations.py`
+write one kind of operation each into `file.py`. Nothing here knows ONNX.
 """

@@ -1,16 +1,23 @@
-"""What runs a .tflite file on this machine: LiteRT with XNNPACK or its reference kernels, and TensorFlow Lite Micro."""
+"""Engines for .tflite files: XNNPACK, LiteRT's reference kernels, TFLite Micro; and what they answer."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qat.export.litert.axes import layout
-from qat.export.litert.file import HIGHEST, LOWEST, Array
-from qat.export.litert.reading import ReadFile
-from qat.inputs import as_arguments
+from qat.contexts import evaluating, in_full_precision
+from qat.export.agreement import Follow, Verification, answers, judge
+from qat.export.checks import check_finite
+from qat.export.litert.file import HIGHEST, LOWEST, Array, ReadFile
+from qat.export.litert.values import layout
+from qat.inputs import Batch, as_arguments, as_batches, check_model, run_batch
+from qat.integers.evaluation import evaluation_copy, quantizer_calls
+from qat.integers.following import Follower, LayerDifference
+from qat.integers.frozen import stored_offset
 from qat.torch_internals import pytree
 
 ENGINES = ("xnnpack", "reference", "micro")
@@ -21,7 +28,7 @@ ARENA = 64 * 2**20
 
 
 def open_engine(data: bytes, engine: str, threads: int | None = None) -> Callable[[Sequence[Array]], list[Array]]:
-    """A function from inputs to outputs, in the layouts and types of the file; `threads` are LiteRT's."""
+    """A function from inputs to outputs, in the file's layouts; `threads` are LiteRT's."""
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if engine == "micro":
@@ -39,9 +46,8 @@ def open_engine(data: bytes, engine: str, threads: int | None = None) -> Callabl
     kinds = {"xnnpack": OpResolverType.BUILTIN, "reference": OpResolverType.BUILTIN_REF}
     made = Interpreter(model_content=data, experimental_op_resolver_type=kinds[engine], num_threads=threads)
     made.allocate_tensors()
-    inputs, outputs = (
-        [each["index"] for each in ends] for ends in (made.get_input_details(), made.get_output_details())
-    )
+    inputs = [each["index"] for each in made.get_input_details()]
+    outputs = [each["index"] for each in made.get_output_details()]
 
     def run(values: Sequence[Array]) -> list[Array]:
         for index, value in zip(inputs, values, strict=True):
@@ -65,7 +71,7 @@ def open_micro(data: bytes) -> Any:
 
 
 class TorchFile:
-    """A file in an engine, called as its model is, with any batch that is a multiple of its own.
+    """A file in an engine, called as its model is, with any multiple of its batch.
 
     With `codes`, outputs that are integers are not made the values that they stand for.
     """
@@ -80,11 +86,10 @@ class TorchFile:
             args, options = tuple(options[name] for name in self._read.input_names), {}
         leaves = pytree.tree_leaves((args, options))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
-        wanted, got = (
-            [tuple(map(int, each.shape)) for each in self._read.inputs],
-            [tuple(each.shape) for each in tensors],
-        )
-        given, batch = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=False)], wanted[0][0]
+        wanted = [tuple(map(int, each.shape)) for each in self._read.inputs]
+        got = [tuple(each.shape) for each in tensors]
+        given = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=False)]
+        batch = wanted[0][0]
         if len(got) != len(wanted) or any(a.shape[1:] != b[1:] for a, b in zip(given, wanted, strict=True)):
             raise ValueError(f"the .tflite file stores inputs of the shapes {wanted}, got tensors of {got}")
         parts = [self._run([each[start : start + batch] for each in given]) for start in range(0, len(given[0]), batch)]
@@ -93,7 +98,6 @@ class TorchFile:
 
 
 def _as_stored(x: Tensor, end: Any) -> Array:
-    """In the layout of an input, and as its integers if it has a grid."""
     values: Array = x.detach().cpu().permute(layout(x.dim())).contiguous().numpy()
     if (grid := end.quantization) is None or grid.scale is None:
         return values
@@ -102,7 +106,66 @@ def _as_stored(x: Tensor, end: Any) -> Array:
 
 
 def _as_torch(values: Array, end: Any, codes: bool) -> Tensor:
-    """In the layout of torch; the values that integers stand for, unless those are asked for."""
     if not codes and (grid := end.quantization) is not None and grid.scale is not None:
         values = (values.astype(np.float32) - grid.zeroPoint[0]) * np.float32(grid.scale[0])
     return torch.from_numpy(values).permute(np.argsort(layout(values.ndim)).tolist()).contiguous()
+
+
+@in_full_precision
+def verify_litert(
+    path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, engine: str = "xnnpack"
+) -> Verification:
+    """Run a file over the batches and compare its answers with the model's.
+
+    Args:
+        path: the file of `export_litert`.
+        model, batches: as for `verify_onnx`.
+        engine: "xnnpack" (LiteRT's default), "reference" (its reference kernels) or "micro" (TensorFlow Lite Micro).
+
+    Raises:
+        ImportError: if the engine is not installed.
+        ValueError, FileNotFoundError: as `verify_onnx`.
+    """
+    given, run = as_batches(verify_litert, model, batches), TorchFile(Path(path).read_bytes(), engine)
+    check_finite(model, "verify_litert")
+    with evaluating(model), torch.no_grad():
+        return judge([answers("verify_litert", run, model, batch)[1] for batch in given])
+
+
+@in_full_precision
+def compare_litert_layers(
+    path: str | os.PathLike[str], model: torch.nn.Module, inputs: Any, *, engine: str = "xnnpack"
+) -> list[LayerDifference]:
+    """Compare every quantizer's integers between an engine and torch, layer by layer.
+
+    `qat.export.compare_layers` for .tflite files: what it says holds here too.
+
+    Args:
+        path, model, engine: as for `verify_litert`.
+        inputs: one batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+    """
+    check_model(compare_litert_layers, model)
+    return litert_following(path, model, engine)(inputs)[0]
+
+
+def litert_following(path: str | os.PathLike[str], model: torch.nn.Module, engine: str) -> Follow:
+    """`Follow` of a .tflite file in an engine."""
+    copied, file = evaluation_copy(model, fold_quantizers=True), ReadFile(Path(path).read_bytes())
+    calls = quantizer_calls(copied)
+    paths = {name: path for path, names in calls.items() for name in names if name in file.names}
+    run = TorchFile(Path(path).read_bytes(), engine)
+    codes_of = TorchFile(file.with_outputs([*paths]), engine, codes=True)
+
+    def follow(inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
+        integers = {}
+        for (name, quantizer_path), codes in zip(paths.items(), codes_of(inputs), strict=True):
+            quantizer: Any = copied.get_submodule(quantizer_path)
+            # The follower takes integers as `stored_qparams` does; a file has the highest at 127.
+            shift = HIGHEST - quantizer.bounds()[1] - stored_offset(quantizer)
+            integers[name] = codes.int() - shift
+        follower = Follower(calls, integers, Path(path).name)
+        with follower.following(copied), torch.no_grad():
+            found = pytree.tree_leaves(run_batch("compare_litert_layers", copied, inputs))
+        return follower.differences, [(a.float(), b) for a, b in zip(found, run(inputs), strict=True)]
+
+    return follow

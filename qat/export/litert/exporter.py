@@ -12,16 +12,12 @@ from torch import Tensor, nn
 
 from qat.atomic_write import atomic_write
 from qat.contexts import in_full_precision, warnings_ignored
-from qat.export.checks import check_exportable, check_new_file, warn_of_hooks, why_not_exported
-from qat.export.litert.file import ModelFile
-from qat.export.litert.operators import LiteRTOperations
-from qat.export.litert.reading import require_litert
-from qat.export.litert.translation import Translation
+from qat.export.checks import check_exportable, check_new_file, frozen_for, warn_of_hooks, why_not_exported
+from qat.export.litert.file import ModelFile, require_litert
+from qat.export.litert.translation import LiteRTOperations, Translation
 from qat.export.litert.values import Writer
 from qat.inputs import Inputs, as_arguments, expect_model
 from qat.integers.evaluation import evaluation_copy
-from qat.integers.freezing import freeze
-from qat.integers.frozen import FreezingError
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
 from qat.quantizer import Quantizer
@@ -40,7 +36,7 @@ def export_litert(
     four_bits: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model for LiteRT (TensorFlow Lite), TensorFlow Lite Micro and what builds on them.
+    """Write the model for LiteRT (TensorFlow Lite) and TensorFlow Lite Micro.
 
     The file computes on the integers that were trained: int8 activations and weights, int32 biases. Every image is
     stored as (N, H, W, C), inputs and outputs too. Prepare the model with `QuantRecipe(target="litert")`.
@@ -72,7 +68,7 @@ class UnwritableWarning(UserWarning):
 
 
 def warn_of_unwritable(model: nn.Module, example_inputs: Inputs) -> None:
-    """Warn of what `export_litert` will refuse, by writing a copy that needs no ranges for nobody."""
+    """Warn of what `export_litert` will refuse, by writing a copy that nobody reads."""
     copied = copy.deepcopy(model)
     for quantizer in copied.modules():
         if isinstance(quantizer, Quantizer):
@@ -97,10 +93,7 @@ def translated(
         return x.detach().cpu().float()[:1].expand(batch, *x.shape[1:]).clone() if isinstance(x, Tensor) else x
 
     args, options = as_arguments(pytree.tree_map(ready, example_inputs))
-    try:
-        frozen = freeze(evaluation_copy(model), LiteRTOperations())
-    except FreezingError as error:
-        raise ValueError(f"export_litert: {error}") from None
+    frozen = frozen_for("export_litert", evaluation_copy(model), LiteRTOperations())
     try:
         with warnings_ignored(), torch.no_grad():
             program = torch.export.export(frozen, args, options).run_decompositions({})

@@ -1,7 +1,8 @@
-"""`ModelFile`: the tensors, operators and buffers of one .tflite file."""
+"""The contents of a .tflite file: `ModelFile` writes, `ReadFile` reads."""
 
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ LOWEST, HIGHEST = -128, 127
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers low .. high of int8; fewer than 256 lie at its upper end, where saturation bounds them above.
+    """The integers low .. high of int8; fewer than 256 end at 127, where int8 saturates.
 
     An integer q stands for (q - zero_point) * scale.
     """
@@ -44,7 +45,7 @@ class Grid:
 
     @classmethod
     def of(cls, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None) -> "Grid":
-        """The grid of a frozen quantizer, whose integers are stored in another type or elsewhere in it."""
+        """The grid of a frozen quantizer, whatever type its integers are stored in."""
         limits = torch.iinfo(zero_point.dtype)
         first, last = (limits.min, limits.max) if low is None or high is None else (int(low), int(high))
         shift = HIGHEST - last
@@ -55,8 +56,13 @@ class Grid:
         rounded = float((torch.tensor(value) / self.scale).round()) + self.zero_point  # in float32, as a quantizer does
         return int(max(self.low, min(self.high, rounded)))
 
+    def holds(self, bound: float) -> bool:
+        """True if a bound of values lies on a level, or beyond all of them."""
+        level = bound / self.scale + self.zero_point
+        return not self.low < level < self.high or abs(level - round(level)) < 1e-4
+
     def fused(self, low: int, high: int) -> tuple[str, int, int]:
-        """The fused activation that bounds integers the most without passing low .. high; and its bounds."""
+        """The tightest fused activation that keeps low .. high, and its bounds."""
         best = ("NONE", LOWEST, HIGHEST)
         for name, first, last in (("RELU", self.zero_point, HIGHEST), ("RELU6", self.zero_point, self.code(6.0))):
             if best[1] <= first <= low and high <= last <= best[2] and (first, last) != best[1:]:
@@ -88,8 +94,10 @@ class ModelFile:
 
         It has a grid, or `channels`: scales along an axis, with zero point 0, and the axis.
         """
-        kind, grid = ("FLOAT32", None) if grid is FLOAT else (kind, grid)
-        sizes, quantization = tuple(map(int, shape)), None
+        if grid is FLOAT:
+            kind, grid = "FLOAT32", None
+        sizes = tuple(map(int, shape))
+        quantization = None
         if grid is not None or channels is not None:
             scales, axis = ([grid.scale], 0) if grid is not None else channels
             zero_points = [0 if grid is None else grid.zero_point] * len(scales)
@@ -130,9 +138,7 @@ class ModelFile:
         return made
 
     def packed(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, Any]) -> bytes:
-        """The file: its inputs and outputs by name, and notes that go into its metadata, each as JSON."""
-        import flatbuffers
-
+        """The file, with these named inputs and outputs, and notes as JSON metadata."""
         schema, builtin = self.schema, self.schema.BuiltinOperator
         self._graph.inputs, self._graph.outputs = [*inputs.values()], [*outputs.values()]
         ends = ([schema.TensorMapT(*each) for each in named.items()] for named in (inputs, outputs))
@@ -144,13 +150,11 @@ class ModelFile:
             3, codes, [self._graph], "qat", self._buffers, metadata=noted,
             signatureDefs=[schema.SignatureDefT(*ends, signatureKey="serving_default")],
         )  # fmt: skip
-        builder = flatbuffers.Builder(4096)
-        builder.Finish(model.Pack(builder), b"TFL3")
-        return bytes(builder.Output())
+        return _in_bytes(model)
 
     def _buffer(self, values: Array) -> int:
         class Aligned(self.schema.BufferT):  # type: ignore[misc, name-defined]
-            """The schema's own packs bytes wherever they fall."""
+            # The schema's own packs bytes wherever they fall.
 
             def Pack(self, builder: Any) -> Any:  # noqa: N802 - the schema's name
                 builder.Prep(ALIGNMENT, len(self.data))
@@ -161,7 +165,61 @@ class ModelFile:
 
 
 def _in_nibbles(values: Array) -> Array:
-    """Two integers in a byte, the first in the lower half."""
+    # Two integers in a byte, the first in the lower half.
     flat = values.reshape(-1).astype(np.uint8) & 15
     flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
     return flat[::2] | flat[1::2] << 4
+
+
+def _in_bytes(model: Any) -> bytes:
+    import flatbuffers
+
+    builder = flatbuffers.Builder(4096)
+    builder.Finish(model.Pack(builder), b"TFL3")
+    return bytes(builder.Output())
+
+
+def require_litert(caller: str) -> None:
+    """Raise an ImportError that says what to install."""
+    if importlib.util.find_spec("ai_edge_litert") is None:
+        raise ImportError(f"{caller}: ai-edge-litert is not installed; pip install ste-qat[litert]")
+
+
+class ReadFile:
+    """The first graph of a file: its tensors, their names, its ends and notes."""
+
+    def __init__(self, data: bytes) -> None:
+        require_litert("a .tflite file")
+        from ai_edge_litert import schema_py_generated as schema
+
+        if not schema.Model.ModelBufferHasIdentifier(data, 0):
+            raise ValueError("it is no .tflite file; qat.export_litert writes one")
+        self._model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data))
+        self._graph = self._model.subgraphs[0]
+        self._kinds = {value: name for name, value in vars(schema.BuiltinOperator).items() if isinstance(value, int)}
+        self.tensors: list[Any] = self._graph.tensors
+        self.names = [tensor.name.decode() for tensor in self.tensors]
+        self.inputs = [self.tensors[number] for number in self._graph.inputs]
+        named = {end.tensorIndex: end.name.decode() for each in self._model.signatureDefs or () for end in each.inputs}
+        self.input_names = [named.get(number, self.names[number]) for number in self._graph.inputs]
+        self.outputs = [self.tensors[number] for number in self._graph.outputs]
+
+    def operators(self) -> Iterator[tuple[str, Any]]:
+        """Name and object of every operator, in order."""
+        for each in self._graph.operators:
+            yield self._kinds[self._model.operatorCodes[each.opcodeIndex].builtinCode], each
+
+    def notes(self) -> dict[str, Any]:
+        """The metadata that is JSON."""
+        found = {}
+        for note in self._model.metadata or []:
+            try:
+                found[note.name.decode()] = json.loads(bytes(self._model.buffers[note.buffer].data))
+            except (ValueError, TypeError):  # other tools' own
+                continue
+        return found
+
+    def with_outputs(self, names: Sequence[str]) -> bytes:
+        """The file with these tensors as its outputs, in this order."""
+        self._graph.outputs, self._model.signatureDefs = [self.names.index(name) for name in names], []
+        return _in_bytes(self._model)

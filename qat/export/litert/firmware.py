@@ -1,4 +1,4 @@
-"""What firmware needs of a .tflite file: its bytes as C, the multipliers of its kernels, and its memory."""
+"""Facts of a .tflite file for firmware: bytes as C, multipliers of kernels, memory."""
 
 import csv
 import math
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from qat.export.litert.engines import open_micro
-from qat.export.litert.reading import ReadFile
+from qat.export.litert.file import ReadFile
 
 COLUMNS = ("layer", "operator", "channel", "multiplier", "shift", "input_zero_point", "output_zero_point")
 
 
 def quantized_multiplier(real: float) -> tuple[int, int]:
-    """The multiplier of 31 bits and the shift with real = multiplier * 2**(shift - 31), nearly.
+    """Multiplier of 31 bits and shift: real = multiplier * 2**(shift - 31), nearly.
 
     >>> quantized_multiplier(0.75), quantized_multiplier(1.0)
     ((1610612736, 0), (1073741824, 1))
@@ -30,10 +30,11 @@ def quantized_multiplier(real: float) -> tuple[int, int]:
 
 
 def write_multipliers(data: bytes, path: Path) -> None:
-    """Write how kernels bring int32 sums to int8, as CSV: sum * multiplier * 2**(shift - 31) + output_zero_point.
+    """Write how kernels bring int32 sums to int8, as CSV.
 
-    There is a row for every channel of the convolutions and linear layers, in the order in which they run; multiplier
-    and shift are `QuantizeMultiplier`'s of TensorFlow Lite, for input_scale * weight_scale / output_scale.
+    int8 = sum * multiplier * 2**(shift - 31) + output_zero_point, a row for every channel of the convolutions and
+    linear layers, in the order in which they run; multiplier and shift are `QuantizeMultiplier`'s of TensorFlow Lite,
+    for input_scale * weight_scale / output_scale.
     """
     file = ReadFile(data)
     rows: list[tuple[Any, ...]] = [COLUMNS]
@@ -53,7 +54,7 @@ def write_multipliers(data: bytes, path: Path) -> None:
 
 
 def arena_bytes(data: bytes) -> int:
-    """What TensorFlow Lite Micro takes for tensors and its records on this machine, whose pointers have 64 bits."""
+    """Bytes that TensorFlow Lite Micro takes on this machine, whose pointers have 64 bits."""
     made = open_micro(data)
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
@@ -68,7 +69,7 @@ def arena_bytes(data: bytes) -> int:
 
 
 def write_c_array(data: bytes, path: Path) -> str:
-    """Write path.c and path.h for firmware, and give the name of the array; its length is in NAME_len.
+    """Write path.c and path.h, and return the array's name; its length is in NAME_len.
 
     The name is that of `xxd -i`: model_tflite for model.tflite.
     """
@@ -84,7 +85,11 @@ def write_c_array(data: bytes, path: Path) -> str:
 
 
 def vela_estimate(path: Path, accelerator: str) -> dict[str, float]:
-    """Cycles of one inference, and kibibytes of SRAM and flash, by Arm's compiler; a ValueError has its last line."""
+    """Cycles of one inference, and kibibytes of SRAM and flash, by Arm's compiler.
+
+    Raises:
+        ValueError: with the compiler's last line, if it fails.
+    """
     with tempfile.TemporaryDirectory(prefix="qat_vela_") as folder:
         command = [sys.executable, "-m", "ethosu.vela", "--accelerator-config", accelerator, "--output-dir", folder]
         done = subprocess.run([*command, str(path.absolute())], capture_output=True, text=True)

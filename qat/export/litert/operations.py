@@ -1,21 +1,19 @@
-"""Operations between layers: sums, averages, activations, and what only moves integers.
+"""Operations between layers: sums, averages, activations, moves of integers.
 
 Every handler takes the writer, the shape of the result in torch, and the arguments of the call.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
 from qat.export.litert.products import VALID, pad, padded, pair
-from qat.export.litert.values import ANY, Coded, Pending, Shape, UnwritableError, Weight, Writer
-from qat.integers.grids import holds_bound
+from qat.export.litert.values import ANY, Axes, Coded, Pending, Shape, UnwritableError, Weight, Writer, layout
 
 Handler = Callable[..., Any]
 
@@ -41,7 +39,6 @@ def binary(kind: str) -> Handler:
 
 
 def _as_wide(writer: Writer, shape: Shape, operation: str, operands: Sequence[Any]) -> list[Coded]:
-    """Operands with as many axes as the result."""
     read = [writer.coded(each, operation) for each in operands]
     ones = [(1,) * (len(shape) - len(each.axes.dims)) for each in read]
     return [moved(x, front + x.axes.shape, writer) if x.axes.sizes else x for x, front in zip(read, ones, strict=True)]
@@ -53,12 +50,13 @@ def extreme(kind: str) -> Handler:
 
 
 def leaky_relu(writer: Writer, shape: Shape, x: Any, slope: float = 0.01) -> Pending:
-    """max(x, slope * x), or the smaller one for a slope above 1: XNNPACK's LEAKY_RELU keeps 8 bits of its factors."""
+    """max(x, slope * x), or the smaller one for a slope above 1."""
     x = writer.coded(x, "a leaky ReLU")
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         if grid is FLOAT:
             return writer.result("LEAKY_RELU", [writer.stored(x)], shape, grid, (low, high), alpha=slope)
+        # XNNPACK's own LEAKY_RELU keeps 8 bits of its factors.
         both = [writer.requantized(x, grid, factor=each).tensor for each in (1.0, slope)]
         made = writer.file.tensor(f"leaky_{both[1]}", writer.file.shapes[x.tensor], "INT8", grid)
         writer.file.operator("MAXIMUM" if slope <= 1 else "MINIMUM", both, [made])
@@ -94,11 +92,12 @@ def softmax(writer: Writer, shape: Shape, x: Any, axis: int, *_: Any) -> Any:
 
 
 def hardsigmoid(writer: Writer, shape: Shape, x: Any) -> Pending:
-    """clamp(x / 6 + 1/2, 0, 1): a depthwise convolution of one pixel, whose weight makes the bias nearly whole."""
+    """clamp(x / 6 + 1/2, 0, 1), as a depthwise convolution of one pixel."""
     x = writer.coded(x, "hardsigmoid")
     image = moved(x, (*shape, *(1,) * (4 - len(shape))), writer)
     channels = image.axes.shape[1]
-    # x / 6 + 1/2 = (q * code + bias) * step with step = scale / (6 * code), so bias is 3 * code / scale.
+    # x / 6 + 1/2 = (q * code + bias) * step with step = scale / (6 * code), so bias is 3 * code / scale; we take the
+    # code for which it is nearly whole.
     biases = {code: 3 * code / x.grid.scale for code in range(HIGHEST // 2, HIGHEST + 1)}
     code, bias = min(biases.items(), key=lambda each: abs(each[1] - round(each[1])))
 
@@ -118,7 +117,7 @@ def hardsigmoid(writer: Writer, shape: Shape, x: Any) -> Pending:
 def _one_channel_each(
     writer: Writer, grid: Grid, kernel: Sequence[int], channels: int, weight: tuple[int, int], bias: int
 ) -> list[int]:
-    """Weight and bias of a depthwise convolution: everywhere code / (divisor * code), with the bias in its steps."""
+    # Weight and bias of a depthwise convolution: everywhere code / (divisor * code), with the bias in its steps.
     code, divisor = weight
     step = 1 / (divisor * code)
     codes, sums = np.full((1, *kernel, channels), code, np.int8), np.full(channels, bias, np.int32)
@@ -134,7 +133,7 @@ def clamp(writer: Writer, shape: Shape, x: Any, low: float | None = None, high: 
     if isinstance(x, Pending):
         return Pending(x.emit, x.operation, max(x.low, bounds[0]), min(x.high, bounds[1]))
     x = coded = writer.coded(x, "a clamp")
-    if all(holds_bound(bound, *astuple(x.grid)) for bound in bounds):
+    if all(map(x.grid.holds, bounds)):
         return writer.requantized(x, x.grid, bounds)
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
@@ -163,7 +162,7 @@ def mean(writer: Writer, shape: Shape, x: Any, axes: Sequence[int] | None = None
 
 
 def adaptive_average(writer: Writer, shape: Shape, x: Any, sizes: Sequence[int]) -> Pending:
-    """AVERAGE_POOL_2D of equal windows; the reference kernel of MEAN is off by up to 3/4 of a level."""
+    """AVERAGE_POOL_2D of equal windows; MEAN is off by up to 3/4 of a level."""
     x = writer.coded(x, "an average")
     both = [divmod(size, wanted) for size, wanted in zip(x.axes.shape[-2:], shape[-2:], strict=True)]
     if any(rest for _, rest in both):
@@ -218,8 +217,7 @@ def concatenation(writer: Writer, shape: Shape, tensors: Sequence[Any], axis: in
 
 
 def _joined(writer: Writer, shape: Shape, kind: str, parts: Sequence[Coded], **options: Any) -> Any:
-    """An operator whose operands all lie on the grid of the result."""
-
+    # an operator whose operands all lie on the grid of the result
     def emit(grid: Grid, low: float, high: float) -> Coded:
         inputs = [writer.stored(writer.requantized(each, grid)) for each in parts]
         bounds = (low, high) if grid is FLOAT else None
@@ -238,7 +236,7 @@ def moved(x: Coded, shape: Sequence[int], writer: Writer) -> Coded:
 
 
 def moving(move: Callable[..., Coded]) -> Handler:
-    """A handler of what only moves values: of integers, or behind an operation that waits for its grid."""
+    """A handler of moves: of integers, or behind an operation that waits for its grid."""
 
     def handler(writer: Writer, shape: Shape, x: Any, *args: Any, **options: Any) -> Any:
         if isinstance(x, Pending):
@@ -307,7 +305,7 @@ def splitting(writer: Writer, shapes: Any, x: Any, size: Any, axis: int = 0) -> 
 
 
 def rearranged(split: Callable[..., Sequence[int]], order: Sequence[int]) -> Handler:
-    """Axes split, permuted and merged; `split` has the shape of the result, and the call's number."""
+    """Axes split, permuted and merged; `split` takes the result's shape and the number."""
 
     def handler(writer: Writer, shape: Shape, x: Any, number: int) -> Any:
         return view(writer, shape, permutation(writer, (), view(writer, split(*shape, number), x), order))
@@ -331,7 +329,10 @@ def resized(kind: str, **options: bool) -> Handler:
 
 
 def of_rows(handler: Handler, first: Sequence[int | None]) -> Handler:
-    """A handler for three axes, from that for images: of one row; `first` is what arguments behind x have for rows."""
+    """A handler for three axes, from one for images of one row.
+
+    `first` are the numbers for the rows, in the arguments behind x.
+    """
 
     def wide(value: Any, first: int | None) -> Any:
         if isinstance(value, Weight) and value.codes.dim() == 3:

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Array, Grid
-from qat.export.litert.values import Coded, Pending, Shape, UnwritableError, Weight, Writer
+from qat.export.litert.values import Axes, Coded, Pending, Shape, UnwritableError, Weight, Writer, layout, stored_sizes
 
 SAME, VALID = 0, 1
 """The schema's numbers."""
@@ -52,7 +51,7 @@ def transposed_convolution(
     writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None, stride: Sequence[int] = (1, 1),
     padding: Sequence[int] = (0, 0), _: Any = None, groups: int = 1, dilation: Sequence[int] = (1, 1),
 ) -> Pending:  # fmt: skip
-    """TRANSPOSE_CONV, and where torch's margins are not LiteRT's, a STRIDED_SLICE of more pixels."""
+    """TRANSPOSE_CONV, and a STRIDED_SLICE where torch's margins are not LiteRT's."""
     if groups != 1 or any(each != 1 for each in dilation):
         raise UnwritableError("LiteRT's TRANSPOSE_CONV has neither groups nor dilation")
     x = _operands(writer, x, weight, bias)
@@ -64,7 +63,7 @@ def transposed_convolution(
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         codes, biases = _parameters(writer, weight, weight.codes.permute(1, 2, 3, 0), 0, bias, grid)
-        inputs = [writer.numbers([wide[axis] for axis in layout(4)]), codes, writer.stored(x), biases]
+        inputs = [writer.numbers(stored_sizes(wide)), codes, writer.stored(x), biases]
         options: dict[str, Any] = {"padding": SAME if same else VALID, "strideH": steps[0], "strideW": steps[1]}
         found = writer.result("TRANSPOSE_CONV", inputs, wide, grid, (low, high), **options)
         return writer.sliced(found, shape, {k + 2: slice(first[k], first[k] + shape[k + 2]) for k in (0, 1)})
@@ -73,7 +72,7 @@ def transposed_convolution(
 
 
 def linear(writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None) -> Pending:
-    """FULLY_CONNECTED. Where the inputs are a flattened image, the columns of the weight are put in its order."""
+    """FULLY_CONNECTED; columns for a flattened image are put in the image's order."""
     x = _operands(writer, x, weight, bias)
     if len(shape) == 4:
         raise UnwritableError("a linear layer over four axes is not written; merge the first ones with a view")
@@ -109,7 +108,7 @@ def padded(
     writer: Writer, x: Coded, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
     dilation: Sequence[int], before: Sequence[int], code: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
-    """The images for `out` windows along both axes to slide over, and LiteRT's name for their margins.
+    """The images for `out` windows along both axes, and LiteRT's name for their margins.
 
     Its SAME puts the smaller margin first. Where torch's is another one, a PAD comes before, with the integer `code`;
     None: the one that stands for 0.
@@ -150,11 +149,9 @@ def _operands(writer: Writer, x: Any, *parameters: Any) -> Coded:
 
 
 def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: Any, grid: Grid) -> list[int]:
-    """The constants of a weight and a bias, for a result on this grid.
-
-    Integers of few bits are stored as multiples by a power of two, of a scale that is as much smaller: the kernels that
-    compute in fixed point round a sum twice, the first time to its unit.
-    """
+    # The constants of a weight and a bias, for a result on this grid. Integers of few bits are stored as multiples by a
+    # power of two, of a scale that is as much smaller: the kernels that compute in fixed point round a sum twice, the
+    # first time to its unit.
     scales, sums, name = weight.scale.reshape(-1), bias.codes.long(), weight.layer or "weight"
     if grid is FLOAT:
         floats = codes * scales.reshape([-1 if each == axis else 1 for each in range(codes.dim())])
@@ -172,7 +169,7 @@ def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: 
 
 
 def headroom(weight: Tensor, bias: Tensor) -> int:
-    """The largest power of two by which int8 weights, and a bias within 2**30, can be multiplied.
+    """The largest power of two by which int8 weights and their bias can be multiplied.
 
     A sum that is rounded twice, the first time to its unit, then loses nothing the first time.
     """

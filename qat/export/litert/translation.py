@@ -1,4 +1,4 @@
-"""The walk over the traced graph: every node becomes a value, and operators in the file."""
+"""The walk over a traced graph whose quantization is marked: nodes become operators."""
 
 import operator
 from typing import Any
@@ -9,14 +9,50 @@ from torch import Tensor, fx
 
 from qat.export.checks import result_names
 from qat.export.litert import operations as of
-from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
-from qat.export.litert.operators import quantize  # noqa: F401 - registers the operators
 from qat.export.litert.products import convolution, linear, matmul, transposed_convolution
-from qat.export.litert.values import Coded, Pending, UnwritableError, Weight, Writer
+from qat.export.litert.values import Axes, Coded, Pending, UnwritableError, Weight, Writer, layout, stored_sizes
+from qat.integers.frozen import Operations
 from qat.torch_internals import NEAREST_EXACT_OPERATORS, UNSAFE_VIEW_OPERATOR, pytree
 
-aten, qat = torch.ops.aten, torch.ops.qat
+
+@torch.library.custom_op("qat::litert_quantize", mutates_args=())
+def quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
+) -> Tensor:
+    """`Operations.quantize`, recorded with the quantizer's name."""
+    return Operations().quantize(x, scale, zero_point, None if low is None or high is None else (low, high), name)
+
+
+@torch.library.custom_op("qat::litert_dequantize", mutates_args=())
+def dequantize(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
+) -> Tensor:
+    """`Operations.dequantize`, recorded with the layer's name."""
+    return Operations().dequantize(codes, scale, zero_point, axis, layer)
+
+
+@quantize.register_fake
+def _(x: Tensor, scale: Tensor, zero_point: Tensor, low: Any, high: Any, name: str) -> Tensor:
+    return torch.empty_like(x, dtype=zero_point.dtype)
+
+
+@dequantize.register_fake
+def _(codes: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(codes, dtype=torch.float32)
+
+
+class LiteRTOperations(Operations):
+    """Quantization as operators that torch.export records."""
+
+    def quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: Any, quantizer: str) -> Tensor:
+        """`quantize`."""
+        return quantize(x, scale, zero_point, *(bounds or (None, None)), quantizer)  # type: ignore[no-any-return]
+
+    dequantize = staticmethod(dequantize)
+
+
+aten = torch.ops.aten
 
 VIEWS = (
     aten.view.default, aten.reshape.default, UNSAFE_VIEW_OPERATOR.default, aten.flatten.using_ints,
@@ -86,7 +122,7 @@ HANDLERS |= {row: of.of_rows(HANDLERS[image], first) for row, (image, first) in 
 
 
 class Translation(fx.Interpreter):
-    """A program of torch.export, with `LiteRTOperations`, written into a file whose ends are `inputs` and `outputs`."""
+    """A program of torch.export, traced with `LiteRTOperations`, written into a file."""
 
     def __init__(self, writer: Writer, program: Any, integer_ends: bool) -> None:
         super().__init__(program.module(check_guards=False))
@@ -119,9 +155,9 @@ class Translation(fx.Interpreter):
     def _value(self, node: fx.Node, args: Any, options: Any) -> Any:
         if node.op == "output":
             return self._write_outputs(args[0])
-        if node.target is qat.litert_quantize.default:
+        if node.target is torch.ops.qat.litert_quantize.default:
             return self._quantized(*args)
-        if node.target is qat.litert_dequantize.default:
+        if node.target is torch.ops.qat.litert_dequantize.default:
             return args[0] if isinstance(args[0], Coded) else Weight(*args)
         read = pytree.tree_leaves((args, options))
         if not any(isinstance(each, (Coded, Pending, Weight)) for each in read):
@@ -135,7 +171,6 @@ class Translation(fx.Interpreter):
     def _quantized(
         self, x: Any, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
     ) -> Coded:
-        """A tensor on the grid of a quantizer, with its name."""
         grid = Grid.of(scale, zero_point, low, high)
         if isinstance(x, Pending):
             made = x.emit(grid, x.low, x.high)
@@ -152,24 +187,19 @@ class Translation(fx.Interpreter):
         return made
 
     def _input(self, x: fx.Node, grid: Grid, low: float, high: float) -> Coded:
-        """An input of the file."""
         axes = Axes.stored(x.meta["val"].shape)
         if grid is FLOAT:
             raise UnwritableError(f"no quantizer reads the input {x.name!r}")
         if self.integer_ends:
-            shape = [axes.shape[axis] for axis in layout(len(axes.dims))]
             if x.name in self.inputs:
                 raise UnwritableError(f"the input {x.name!r} has several grids; export it with float ends")
-            self.inputs[x.name] = tensor = self.file.tensor(x.name, shape, "INT8", grid)
+            self.inputs[x.name] = tensor = self.file.tensor(x.name, stored_sizes(axes.shape), "INT8", grid)
             return self.writer.clipped(Coded(tensor, axes, grid), grid.code(low), grid.code(high), (LOWEST, HIGHEST))
         return self.writer.result("QUANTIZE", [self._float_input(x)], axes.shape, grid, (low, high))
 
     def _float_input(self, x: fx.Node) -> int:
-        """The tensor of an input: the one that it has, or one of floats."""
         if x.name not in self.inputs:
-            shape = x.meta["val"].shape
-            stored = [shape[axis] for axis in layout(len(shape))]
-            self.inputs[x.name] = self.file.tensor(x.name, stored, "FLOAT32")
+            self.inputs[x.name] = self.file.tensor(x.name, stored_sizes(x.meta["val"].shape), "FLOAT32")
         return self.inputs[x.name]
 
     def _write_outputs(self, results: Any) -> None:
@@ -187,7 +217,7 @@ class Translation(fx.Interpreter):
 
 
 def _place(node: fx.Node) -> str:
-    """Where a node comes from, for errors: the module that calls it, and the call."""
+    # Where a node comes from, for errors: the module that calls it, and the call.
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values() if path]
     call = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))

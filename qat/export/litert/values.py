@@ -1,14 +1,14 @@
-"""What the nodes of a traced graph stand for while a file is written, and the operators that bring it there."""
+"""Values of a traced graph while a file is written, and the `Writer` of operators."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from qat.export.litert.axes import Axes, layout
 from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid, ModelFile
 
 Shape = tuple[int, ...]
@@ -18,12 +18,97 @@ FUSED = {None: "NONE", ANY: "NONE", (0.0, math.inf): "RELU", (0.0, 6.0): "RELU6"
 
 
 class UnwritableError(ValueError):
-    """Something that no operator of LiteRT computes on integers, as the end of a sentence."""
+    """Something that LiteRT cannot compute on integers, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A torch tensor in terms of the tensor that stores it.
+
+    Args:
+        sizes: of the stored axes, the last one changes fastest. No axis has length 1.
+        dims: for every axis of the torch tensor, the stored axes that make it up, the last one changes fastest. An
+            axis of length 1 has none.
+
+    >>> images = Axes.stored((1, 8, 4, 5))  # NHWC in memory
+    >>> images.sizes, images.dims
+    ((4, 5, 8), ((), (2,), (0,), (1,)))
+    """
+
+    sizes: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def stored(cls, shape: Sequence[int]) -> "Axes":
+        """A tensor in the layout of its number of axes."""
+        return cls.plain(shape, layout(len(shape)))
+
+    @classmethod
+    def plain(cls, shape: Sequence[int], order: Sequence[int] | None = None) -> "Axes":
+        """A tensor whose axes lie in this order; None: as in torch."""
+        held = [axis for axis in order or range(len(shape)) if shape[axis] != 1]
+        dims = tuple((held.index(axis),) if axis in held else () for axis in range(len(shape)))
+        return cls(tuple(shape[axis] for axis in held), dims)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The torch tensor's shape."""
+        return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.dims)
+
+    def order(self, axes: Sequence[int]) -> list[int]:
+        """The stored axes in the order of these torch axes; sorted if they lie so in memory."""
+        return [part for axis in axes for part in self.dims[axis]]
+
+    def permuted(self, order: Sequence[int]) -> "Axes":
+        """torch.permute."""
+        return Axes(self.sizes, tuple(self.dims[axis] for axis in order))
+
+    def viewed(self, shape: Sequence[int]) -> "Axes | None":
+        """torch.reshape; None if an axis does not split into whole parts."""
+        parts = [[size] for size in self.sizes]
+        waiting = [(axis, 0) for dim in self.dims for axis in dim]
+        found: list[list[tuple[int, int]]] = []
+        for wanted in shape:
+            found.append([])
+            while wanted > 1:
+                axis, piece = waiting[0]
+                size = parts[axis][piece]
+                if wanted % size == 0:
+                    del waiting[0]
+                elif size % wanted == 0:
+                    parts[axis][piece:] = [wanted, size // wanted]
+                    waiting[0] = (axis, piece + 1)
+                else:
+                    return None
+                found[-1].append((axis, piece))
+                wanted //= parts[axis][piece]
+        names = [(axis, piece) for axis, sizes in enumerate(parts) for piece in range(len(sizes))]
+        return Axes(
+            tuple(size for sizes in parts for size in sizes),
+            tuple(tuple(names.index(name) for name in dim) for dim in found),
+        )
+
+    def transposition(self, order: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The shape and permutation that bring the stored axes in this order."""
+        breaks = [place for place in range(1, len(order)) if order[place] != order[place - 1] + 1]
+        runs = [list(order[first:end]) for first, end in pairwise([0, *breaks, len(order)])]
+        ranked = sorted(runs)
+        return [math.prod(self.sizes[axis] for axis in run) for run in ranked], [ranked.index(run) for run in runs]
+
+
+def layout(axes: int) -> tuple[int, ...]:
+    """The torch axes in the order of a file: images as NHWC, all else as torch has them."""
+    return (0, 2, 3, 1) if axes == 4 else tuple(range(axes))
+
+
+def stored_sizes(shape: Sequence[int]) -> list[int]:
+    """The sizes of a tensor of this torch shape as a file stores it."""
+    return [shape[axis] for axis in layout(len(shape))]
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A tensor of the file with the integers of a torch tensor, whose axes lie in it so."""
+    """A tensor of the file with a torch tensor's integers, and how its axes lie in it."""
 
     tensor: int
     axes: Axes
@@ -32,7 +117,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Pending:
-    """The result of an operation whose grid is not known yet: a quantizer follows, or nothing, which makes it `FLOAT`.
+    """The result of an operation whose grid is not known yet; without one it is `FLOAT`.
 
     `emit` writes the operators, for a grid and the lowest and highest value that an activation lets through.
     """
@@ -55,14 +140,14 @@ class Weight:
 
 
 class Writer:
-    """Writes operators on values into a file; weights that fit 4 bits are stored in 4 if that is wanted."""
+    """Writes operators on values into a file, and small weights in 4 bits if wanted."""
 
     def __init__(self, file: ModelFile, four_bits: bool) -> None:
         self.file, self.four_bits = file, four_bits
         self._moved: dict[tuple[Any, ...], int] = {}
 
     def stored(self, x: Coded, axes: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> int:
-        """The tensor with x's integers in the order of these torch axes, by default in the file's layout."""
+        """The tensor with x's integers in the order of these axes, by default the file's."""
         axes = layout(len(x.axes.dims)) if axes is None else axes
         shape = [x.axes.shape[axis] for axis in axes] if shape is None else shape
         key, order = (x.tensor, x.axes, tuple(axes), tuple(shape)), x.axes.order(axes)
@@ -95,35 +180,37 @@ class Writer:
         self, kind: str, inputs: Sequence[int], shape: Sequence[int], grid: Grid,
         values: tuple[float, float] | None = None, *, fuses: bool = False, **options: Any,
     ) -> Coded:  # fmt: skip
-        """One operator, whose result has this torch shape and lies on the grid, and what else bounds it.
+        """Write one operator with a result of this torch shape on the grid, and its bounds.
 
         `values` are the lowest and the highest that an activation lets through; None: the integers are those of inputs
         on the same grid. `fuses` says whether the operator takes a fused activation; `options` are its others.
         """
-        low, high, name, first, last = LOWEST, HIGHEST, "NONE", LOWEST, HIGHEST
+        low, high = LOWEST, HIGHEST  # between which the integers have to be
+        activation, first, last = "NONE", LOWEST, HIGHEST  # fused, and between which it keeps them
         if grid is FLOAT:
-            inputs, name = [self.file.in_float(each) for each in inputs], FUSED.get(values, "")
-            if not name or (name != "NONE" and not fuses):
+            inputs = [self.file.in_float(each) for each in inputs]
+            activation = FUSED.get(values, "")
+            if not activation or (activation != "NONE" and not fuses):
                 raise UnwritableError(f"no quantizer follows the bounds of a result of {kind}")
-        elif values is not None:
-            low, high = map(grid.code, values)
-        if fuses and grid is not FLOAT:
-            name, first, last = grid.fused(low, high)
+        else:
+            if values is not None:
+                low, high = map(grid.code, values)
+            if fuses:
+                activation, first, last = grid.fused(low, high)
         if fuses:
-            options["fusedActivationFunction"] = getattr(self.file.schema.ActivationFunctionType, name)
-        made = self._new(kind.lower(), [shape[axis] for axis in layout(len(shape))], grid)
+            options["fusedActivationFunction"] = getattr(self.file.schema.ActivationFunctionType, activation)
+        made = self._new(kind.lower(), stored_sizes(shape), grid)
         self.file.operator(kind, inputs, [made], **options)
         return self.clipped(Coded(made, Axes.stored(shape), grid), low, high, (first, last))
 
     def parts(self, kind: str, inputs: Sequence[int], shape: Sequence[int], grid: Grid, count: int) -> list[Coded]:
         """One operator with several results, each of this torch shape."""
-        stored = [shape[axis] for axis in layout(len(shape))]
-        made = [self._new(kind.lower(), stored, grid) for _ in range(count)]
+        made = [self._new(kind.lower(), stored_sizes(shape), grid) for _ in range(count)]
         self.file.operator(kind, inputs, made, numSplits=count)
         return [Coded(tensor, Axes.stored(shape), grid) for tensor in made]
 
     def sliced(self, x: Coded, shape: Shape, kept: Mapping[int, slice]) -> Coded:
-        """What slices along torch axes keep of x, in this shape: STRIDED_SLICE."""
+        """STRIDED_SLICE along torch axes, with a result of this shape."""
         if shape == x.axes.shape:
             return x
         bounds = [kept.get(axis, slice(None)).indices(x.axes.shape[axis]) for axis in layout(len(shape))]
@@ -141,7 +228,7 @@ class Writer:
         return x
 
     def requantized(self, x: Coded, grid: Grid, values: tuple[float, float] = ANY, factor: float = 1.0) -> Coded:
-        """x times a number on another grid, within these values; what is to be float32 stays as it is."""
+        """x times a number on another grid, within these values; unchanged for float32."""
         if grid is FLOAT:
             return x
         low, high = map(grid.code, values)
@@ -156,7 +243,7 @@ class Writer:
         return self.clipped(Coded(made, x.axes, grid), low, high, (LOWEST, HIGHEST))
 
     def coded(self, x: Any, operation: str) -> Coded:
-        """An operand as integers of the file; a number or a quantized parameter becomes a constant."""
+        """An operand as integers; a number or a quantized parameter becomes a constant."""
         if isinstance(x, (int, float)) and x:
             grid = Grid(abs(float(np.float32(x))) / HIGHEST, 0, LOWEST, HIGHEST)
             return self._constant("number", np.array([HIGHEST if x > 0 else -HIGHEST], np.int8), grid)

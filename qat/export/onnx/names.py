@@ -1,16 +1,16 @@
-"""The names of a file's quantizers and weights, those of the model; and initializers for every weight alone."""
+"""The model's names for quantizers and weights; an initializer for every weight."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qat.export.onnx.graph import readers
+from qat.export.onnx.graph import copy_of, inner_graphs, readers, rename_inputs, tensor_names
 from qat.export.onnx.operators import LAYER, QUANTIZER
 from qat.integers.evaluation import numbered
 
 
 def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> None:
-    """Give every QuantizeLinear and its integers the name of its quantizer; further calls are numbered.
+    """Name every QuantizeLinear and its integers after the quantizer; number more calls.
 
     Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
     """
@@ -24,7 +24,7 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
         last = next((each for each in read_by.get(node.output[0], []) if each and each.op_type == "Clip"), node)
         new = numbered(name, seen)
         for reader in read_by.get(last.output[0], []):
-            reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
+            rename_inputs(reader, {last.output[0]: new})
         last.output[0] = new
         node.name = new
     present = {expected[name] for name in seen}
@@ -37,7 +37,7 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
 
 
 def name_weights(proto: Any) -> None:
-    """Call the DequantizeLinear of every layer's weight `<layer>.weight`; further calls of a layer are numbered."""
+    """Name every weight's DequantizeLinear `<layer>.weight`; number further calls."""
     seen: Counter[str] = Counter()
     for node in proto.graph.node:
         layer = _metadata(node, LAYER)
@@ -46,7 +46,7 @@ def name_weights(proto: Any) -> None:
 
 
 def own_initializers(proto: Any) -> None:
-    """Give every operator that reads a weight its own DequantizeLinear, integers and zero point.
+    """Give every reader of a weight its own DequantizeLinear, integers and zero point.
 
     The exporter stores equal tensors once and computes equal nodes once. With `session.x64quantprecision=1` ONNX
     Runtime converts every weight to uint8, and names the result after the initializer that it converts. Where two
@@ -66,38 +66,39 @@ def own_initializers(proto: Any) -> None:
             for place in (0, 2):
                 if place < len(copy.input):
                     copy.input[place] = _own(proto, copy.input[place], taken)
-    ordered = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    ordered = [copy_of(node) for node in nodes]
     del proto.graph.node[:]
     proto.graph.node.extend(ordered)
 
 
 def _one_for_each_reader(proto: Any, node: Any) -> list[Any]:
-    """The node for its first reader, and a copy for every further one."""
-    readers = [reader for reader in proto.graph.node if node.output[0] in reader.input]
+    # the node for its first reader, and a copy for every further one
+    reading = [reader for reader in proto.graph.node if node.output[0] in reader.input]
     copies = [node]
-    for number, reader in enumerate(readers[1:], 1):
-        copy = type(node).FromString(node.SerializeToString())
+    for number, reader in enumerate(reading[1:], 1):
+        copy = copy_of(node)
         copy.name, copy.output[0] = f"{node.name}.{number}", f"{node.output[0]}.{number}"
-        reader.input[:] = [copy.output[0] if name == node.output[0] else name for name in reader.input]
+        rename_inputs(reader, {node.output[0]: copy.output[0]})
         copies.append(copy)
     return copies
 
 
 def _own(proto: Any, name: str, taken: set[str]) -> str:
-    """The initializer's name if this is its first reader, else the name of a new copy."""
+    # the initializer itself for its first reader, a new copy for every other
     if name not in taken:
         taken.add(name)
         return name
     number = next(number for number in range(1, len(taken) + 2) if f"{name}.{number}" not in taken)
     original = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
-    proto.graph.initializer.add().CopyFrom(original)
-    proto.graph.initializer[-1].name = f"{name}.{number}"
-    taken.add(f"{name}.{number}")
-    return f"{name}.{number}"
+    copy = proto.graph.initializer.add()
+    copy.CopyFrom(original)
+    copy.name = own = f"{name}.{number}"
+    taken.add(own)
+    return own
 
 
 def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
-    """Give the inputs and outputs of a file the names that are asked for, in their order."""
+    """Rename the inputs and outputs of a file, in their order."""
     graph = proto.graph
     new: dict[str, str] = {}
     for what, ends, names in (("input", graph.input, inputs), ("output", graph.output, outputs)):
@@ -109,8 +110,7 @@ def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Seq
                 f" ({', '.join(end.name for end in ends)})"
             )
         new |= {end.name: name for end, name in zip(ends, names, strict=True)}
-    taken = {name for node in graph.node for name in (*node.input, *node.output)} - set(new)
-    taken |= {tensor.name for tensor in graph.initializer}
+    taken = tensor_names(graph) - set(new) | {tensor.name for tensor in graph.initializer}
     for name in new.values():
         if not name or name in taken or list(new.values()).count(name) > 1:
             why = "is taken by another tensor of the file" if name in taken else "is empty, or given twice"
@@ -118,12 +118,12 @@ def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Seq
     for end in (*graph.input, *graph.output):
         end.name = new.get(end.name, end.name)
     for node in graph.node:
-        node.input[:] = [new.get(name, name) for name in node.input]
+        rename_inputs(node, new)
         node.output[:] = [new.get(name, name) for name in node.output]
 
 
 def strip_traces(graph: Any) -> None:
-    """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators.
+    """Drop the exporter's stack traces, which name paths and outweigh the operators.
 
     Those of the graphs inside it, the bodies of loops, are dropped too.
     """
@@ -133,9 +133,8 @@ def strip_traces(graph: Any) -> None:
         del part.metadata_props[:]
         part.doc_string = ""
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                strip_traces(inner)
+        for inner in inner_graphs(node):
+            strip_traces(inner)
 
 
 def _metadata(node: Any, key: str) -> str | None:

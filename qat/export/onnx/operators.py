@@ -1,4 +1,4 @@
-"""Quantization as ONNX operators: what torch.onnx records when it traces frozen modules with these operations."""
+"""Quantization as ONNX operators, which torch.onnx records in frozen modules."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ LAYER = "qat.layer"
 
 
 class OnnxOperations(Operations):
-    """QuantizeLinear and DequantizeLinear, with an integer Clip between them for fewer than 8 bits.
+    """QuantizeLinear and DequantizeLinear; for fewer than 8 bits a Clip between them.
 
     The Clip acts on integers, so a convolution before it still becomes QLinearConv.
 
@@ -54,7 +54,7 @@ class OnnxOperations(Operations):
 
 
 class GlobalAveragePool(nn.Module):
-    """AdaptiveAvgPool2d(1) as ONNX GlobalAveragePool; torch.onnx writes a ReduceMean, which has no integer kernel."""
+    """AdaptiveAvgPool2d(1) as GlobalAveragePool; a ReduceMean has no integer kernel."""
 
     def __init__(self, opset: int, flat: bool) -> None:
         super().__init__()
@@ -75,7 +75,6 @@ def _operator(
     axis: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> Tensor:
-    """One ONNX operator in the graph that is being exported."""
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
     result: Tensor = torch.onnx.ops.symbolic(
         name, inputs, attributes, dtype=dtype, shape=shape, version=opset, metadata_props=metadata

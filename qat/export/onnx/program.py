@@ -1,4 +1,4 @@
-"""torch.onnx's exporter: example inputs as it wants them, a free batch axis, and the sizes that it found fixed."""
+"""torch.onnx's exporter: its example inputs, a free batch axis, sizes that are fixed."""
 
 import contextlib
 import inspect
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from qat.contexts import warnings_ignored
 from qat.export.checks import result_names
+from qat.export.onnx.graph import tensor_names
 from qat.export.onnx.names import rename_inputs_outputs
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import argument_names, pytree
 
 
 def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
-    """The exporter's program, whose first axis is free, or fixed if the model takes no other length."""
+    """Run the exporter; the first axis is free, unless the model takes one length alone."""
     order = list(inspect.signature(frozen.forward).parameters)
 
     def run(samples: int) -> Any:
-        args, kwargs = example_arguments(example_inputs, samples)
+        args, kwargs = _example_arguments(example_inputs, samples)
         kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         shapes = _free_batch(args, kwargs) if samples > 1 else None
         with quiet_export():
@@ -42,7 +43,7 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any
 
 
 def _atan2(y: Any, x: Any) -> Any:
-    """atan2 as ONNX's operators; torch.onnx's own is -pi where y = 0 and x < 0."""
+    # atan2 as ONNX's operators; torch.onnx's own is -pi where y = 0 and x < 0.
     from onnxscript import opset18
 
     op: Any = opset18
@@ -52,7 +53,7 @@ def _atan2(y: Any, x: Any) -> Any:
 
 
 def refuse_lost_options(program: Any) -> None:
-    """Refuse options that torch.onnx drops, or that ONNX's operators have with another meaning."""
+    """Refuse options that torch.onnx drops, or that ONNX's operators mean otherwise."""
     for node in program.exported_program.graph.nodes:
         for name, value in (*zip(argument_names(node.target), node.args, strict=False), *node.kwargs.items()):
             smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
@@ -62,9 +63,7 @@ def refuse_lost_options(program: Any) -> None:
                 raise ValueError(f"export_onnx: {module or node.name}: torch.onnx loses {name}={value}; {cure}")
 
 
-def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments on the CPU, in float32, with one sample or at least two."""
-
+def _example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def ready(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -77,7 +76,7 @@ def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, 
 
 
 def fix_sizes(program: Any, proto: Any) -> None:
-    """Write the input sizes that torch.export found fixed into the file, which leaves them free; warn of a batch."""
+    """Write the sizes that torch.export found fixed into the file; warn of a fixed batch."""
     exported = program.exported_program
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
@@ -104,16 +103,14 @@ def fix_sizes(program: Any, proto: Any) -> None:
 
 
 def name_outputs(program: Any, proto: Any) -> None:
-    """Give the outputs of a file their `result_names`, "output." before one that another tensor has."""
-    taken = {name for node in proto.graph.node for name in (*node.input, *node.output)}
-    taken |= {end.name for end in (*proto.graph.initializer, *proto.graph.input)}
-    taken -= {end.name for end in proto.graph.output}
+    """Name the outputs by `result_names`, with "output." before a name that is taken."""
+    taken = tensor_names(proto.graph) - {end.name for end in proto.graph.output}
     names = result_names(program.exported_program)
     rename_inputs_outputs(proto, None, [f"output.{name}" if name in taken else name for name in names])
 
 
 def _fixed(size: Any, exported: Any) -> int | None:
-    """The only length that an axis may have; None if it is free."""
+    # The only length that an axis may have; None if it is free.
     if isinstance(size, int):
         return size
     limits = exported.range_constraints.get(size.node.expr)
@@ -121,7 +118,7 @@ def _fixed(size: Any, exported: Any) -> int | None:
 
 
 def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dynamic shapes that let every tensor's first axis have any length, unless the model computes with that length."""
+    # Dynamic shapes that let every tensor's first axis have any length, unless the model computes with that length.
 
     def free(x: Any) -> Any:
         return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
@@ -131,7 +128,7 @@ def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Keep the exporter's log and its own deprecation warnings from the user's terminal; one thread at a time."""
+    """Silence the exporter's log and its deprecation warnings; one thread at a time."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     with warnings_ignored():
         levels = [logger.level for logger in loggers]

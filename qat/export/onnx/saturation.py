@@ -1,4 +1,4 @@
-"""`find_saturation`: whether sums of two integer products in an ONNX file can saturate 16 bits, channel by channel.
+"""`find_saturation`: sums of two integer products that can saturate 16 bits.
 
 x86 without VNNI multiplies uint8 by int8 with `vpmaddubsw`: it adds two products in 16 bits, which hold -32,768 to
 32,767. The largest sum in a channel is the highest code of its input times two weights of one sign.
@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qat.export.onnx.containers import stored_arrays
-from qat.export.onnx.graph import makers
+from qat.export.onnx.graph import Edges, attributes
 
 HIGHEST, LOWEST = 2**15 - 1, -(2**15)
 """The range of 16 bits."""
@@ -55,7 +54,7 @@ PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool",
 
 
 def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
-    """Every product of uint8 by int8 in a file from `export_onnx`, in the order in which they run; each layer once.
+    """Find every product of uint8 by int8 in a file of `export_onnx`, each layer once.
 
     Of the format QOperator those with a stored weight, and of QONNX none.
 
@@ -68,30 +67,30 @@ def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
 
 
 def saturation_of(graph: Any) -> list[Saturation]:
-    """`find_saturation` in a graph; the layers of another tool's file have the names of their operators."""
-    made, stored = makers(graph), stored_arrays(graph)
+    """`find_saturation` in a graph of any tool, whose operators' names are the layers'."""
+    edges = Edges(graph)
     found: dict[str, list[int]] = {}
     for node in graph.node:
         layer, rows = "", None
         if node.op_type in INTEGER_PRODUCTS:
             place, axis = INTEGER_PRODUCTS[node.op_type]
             layer, first = node.name.rpartition(".weight")[0], node
-            rows = _channels(stored.get(node.input[place]), axis)
+            rows = _channels(edges.stored.get(node.input[place]), axis)
         elif node.op_type in CHANNEL_AXIS:
-            first, second = (_origin(made.get(name), made) for name in node.input[:2])
+            first, second = (edges.made.get(edges.source(name, PASSING)) for name in node.input[:2])
             if second is not None and second.op_type == "DequantizeLinear":
-                stays = second.input[0] in stored
+                stays = second.input[0] in edges.stored
                 layer = second.name.rpartition(".weight")[0] or node.name if stays else second.input[0]
-                rows = _rows(node, second, stored, made)
+                rows = _rows(node, second, edges)
         if rows is not None:
-            code = _highest_code(first, stored, made)
+            code = _highest_code(first, edges)
             sums = [worst_pair(row, code) for row in rows]
             found[layer] = [max(pair, key=abs) for pair in zip(sums, found.get(layer, sums), strict=True)]
     return [Saturation(layer, tuple(sums)) for layer, sums in found.items()]
 
 
 def worst_pair(row: Any, code: int) -> int:
-    """The sum of two products that is farthest from 0, or the one product if there is one weight.
+    """The sum of two products that is farthest from 0; of one weight, its product.
 
     Any two weights of a channel count as a pair, not only neighbours: the runtime's packing decides which inputs meet
     in one instruction, and it depends on the kernel. A channel with one weight (a depthwise 1x1 convolution) always
@@ -106,47 +105,37 @@ def worst_pair(row: Any, code: int) -> int:
     return int(code * (above if above >= -below else below))
 
 
-def _origin(node: Any, made: dict[str, Any]) -> Any:
-    """The node that made the integers which operators in `PASSING` hand on."""
-    while node is not None and node.op_type in PASSING:
-        node = made.get(node.input[0])
-    return node
-
-
-def _rows(node: Any, second: Any, stored: dict[str, Any], made: dict[str, Any]) -> list[Any] | None:
-    """The int8 values of the second operand, one row for each output channel; None if they are not int8."""
-    if second.input[0] in stored:
+def _rows(node: Any, second: Any, edges: Edges) -> list[Any] | None:
+    # the int8 values of the second operand, one row for each output channel; None if they are not int8
+    if second.input[0] in edges.stored:
         # The axis of the scales is that of the output channels, wherever a transposition puts them.
-        axes = [attribute.i for attribute in second.attribute if attribute.name == "axis"]
-        scale = stored[second.input[1]]
-        axis = axes[0] if axes and scale.ndim else CHANNEL_AXIS[node.op_type]
-        return _channels(stored[second.input[0]], axis)
-    low, high = _bounds(second, stored, made)
+        axis = attributes(second).get("axis") if edges.stored[second.input[1]].ndim else None
+        return _channels(edges.stored[second.input[0]], CHANNEL_AXIS[node.op_type] if axis is None else axis)
+    low, high = _bounds(second, edges)
     # Only the bounds of activations are known, and each may occur twice.
     return [np.array([low, low, high, high])] if low < 0 else None
 
 
 def _channels(weight: Any, axis: int) -> list[Any] | None:
-    """The rows of a weight in int8, one for each index along an axis; None of anything else."""
     if weight is None or weight.dtype != np.int8:
         return None
     return list(np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1))
 
 
-def _highest_code(first: Any, stored: dict[str, Any], made: dict[str, Any]) -> int:
-    """The highest code of the first operand as uint8; ONNX Runtime adds 128 to int8."""
+def _highest_code(first: Any, edges: Edges) -> int:
+    # of the first operand as uint8; ONNX Runtime adds 128 to int8
     if first is None or first.op_type not in ("DequantizeLinear", *INTEGER_PRODUCTS):
         return HIGHEST_CODE
-    low, high = _bounds(first, stored, made)
+    low, high = _bounds(first, edges)
     return high + 128 if low < 0 else high
 
 
-def _bounds(dequantize: Any, stored: dict[str, Any], made: dict[str, Any]) -> tuple[int, int]:
-    """The lowest and highest integer of an activation: those of the Clip before it, or of its container."""
-    before = _origin(made.get(dequantize.input[0]), made)
-    if before is not None and before.op_type == "Clip":
-        low, high = (int(stored[name]) for name in before.input[1:3])
+def _bounds(dequantize: Any, edges: Edges) -> tuple[int, int]:
+    # the lowest and highest integer of an activation: those of the Clip before it, or of its container
+    clip = edges.maker(edges.source(dequantize.input[0], PASSING), "Clip")
+    if clip is not None:
+        low, high = (int(edges.stored[name]) for name in clip.input[1:3])
         return low, high
-    zero_point = stored.get(dequantize.input[2]) if len(dequantize.input) > 2 else None
+    zero_point = edges.stored.get(dequantize.input[2]) if len(dequantize.input) > 2 else None
     limits = np.iinfo(np.uint8 if zero_point is None or zero_point.dtype.kind not in "iu" else zero_point.dtype)
     return int(limits.min), int(limits.max)

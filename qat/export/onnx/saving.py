@@ -1,11 +1,26 @@
-"""An ONNX file on the disk, with its large initializers beside it where one file cannot hold them."""
+"""An ONNX file on the disk: small containers, and a second file above 2 GB."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qat.atomic_write import atomic_write
+from qat.export.onnx.graph import Array, insert
+
+READERS = {"DequantizeLinear": 0, "Gather": 0, "GatherND": 0, "QLinearConv": 3, "MatMulInteger": 1}
+"""Operators that read stored integers, of a layer's weight or a table's rows, and as which operand."""
+
+PACKED = "{}.packed"
+"""Name of an initializer in a smaller container; the integers keep theirs behind the Cast."""
+
+SINCE = {2: 25, 4: 21}
+"""The bits of containers, and the opsets that brought them."""
+
+LEAST = 64
+"""Elements from which on a container of fewer bits is worth an operator."""
 
 MOST_BYTES = 2**31 - 2**26
 """Of initializers in one file: protobuf reads 2 GB at most, and the operators need some of them."""
@@ -14,8 +29,53 @@ LEAST_BYTES, PAGE = 1024, 4096
 """Initializers from so many bytes on go to the second file; each begins at a page, which a runtime can map."""
 
 
+def pack_weights(proto: Any, opset: int) -> None:
+    """Store few bits in the opset's smallest container, and Cast them to kernels' 8 bits.
+
+    A runtime computes constants once, when it loads the file: nothing is slower. Read directly by DequantizeLinear,
+    4-bit integers would make ONNX Runtime multiply in float. Of 4 bits with all their levels (-8 to 7), a channel that
+    a negative gamma has negated ends at 8: then the layer's integers stay in 8 bits, and those of 2 bits in 4.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    read = {node.input[READERS[node.op_type]] for node in proto.graph.node if node.op_type in READERS}
+    unpacking: list[Any] = []
+    for tensor in list(proto.graph.initializer):
+        if tensor.name not in read or tensor.data_type not in (TensorProto.INT8, TensorProto.UINT8):
+            continue
+        values = numpy_helper.to_array(tensor)
+        if values.size < LEAST:
+            continue
+        kind, name = tensor.data_type, tensor.name
+        bits, signed = _container(values, [bits for bits, since in SINCE.items() if opset >= since])
+        if bits:
+            tensor.Clear()
+            tensor.data_type = TensorProto.DataType.Value(f"{'' if signed else 'U'}INT{bits}")
+            tensor.name, tensor.raw_data = PACKED.format(name), _in_bytes(values, bits)
+            tensor.dims.extend(values.shape)
+            unpacking.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}.unpacked", to=kind))
+    insert(proto.graph, 0, *unpacking)
+
+
+def _container(values: Array, widths: list[int]) -> tuple[int, bool]:
+    # the fewest bits that hold all values, and whether as signed integers; 0 if none do
+    for bits in widths:
+        for low in (-(2 ** (bits - 1)), 0) if values.dtype == np.int8 else (0,):
+            if low <= values.min() and values.max() < low + 2**bits:
+                return bits, low < 0
+    return 0, False
+
+
+def _in_bytes(values: Array, bits: int) -> bytes:
+    # the first integer in a byte's lowest bits; the last byte is filled with zeros
+    count = 8 // bits
+    rows = np.append(values.reshape(-1), [0] * (-values.size % count)).astype(np.uint8).reshape(-1, count)
+    packed = (rows & (2**bits - 1)) << np.arange(0, 8, bits, dtype=np.uint8)
+    return bytes(np.bitwise_or.reduce(packed, axis=1).tobytes())
+
+
 def save(proto: Any, path: Path, notes: dict[str, str]) -> None:
-    """Check a model and write it atomically, with notes; above 2 GB its initializers go to `<file>.data` beside it.
+    """Check a model and write it atomically; above 2 GB initializers go to `<file>.data`.
 
     Two files cannot be replaced at once: where a model of two files is replaced, there is none for a moment, so that
     nobody reads the old operators with the new integers.

@@ -1,1 +1,1 @@
-"""ONNX Runtime: what it needs beyond the ONNX standard, sessions, and the proof that a file is its model."""
+"""ONNX Runtime: its needs beyond the standard, sessions, the proof of a file."""

@@ -1,4 +1,4 @@
-"""Changes of an exported file without which ONNX Runtime would compute another function, or in float.
+"""Changes without which ONNX Runtime would compute another function, or in float.
 
 Exact sums. Its QLinearAdd computes (a - za) * (sa / s) + (b - zb) * (sb / s) in an order of its own. Where the result
 lies within rounding of a tie, its integer is one off. Of 256 levels that is little; but of 8 levels, or where a
@@ -28,13 +28,11 @@ None looks through a LeakyRelu of slope 1, which returns its input on every runt
 table of 256 integers; in front of a float layer it is a pass over the layer's input.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from qat.export.onnx.containers import Array, stored_arrays
-from qat.export.onnx.graph import makers, readers, unused_name
+from qat.export.onnx.graph import Array, Edges, copy_of, ends_within, insert, store, unused_name
 
 MOVING = (
     "Identity", "Dropout", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand",
@@ -56,28 +54,28 @@ LEVELS = (np.array(0, np.uint8), np.array(255, np.uint8))
 
 
 def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
-    """Write every sum that ends on a grid of fewer than 8 bits, or on a far finer one than its operands', as `Sum`.
+    """Write sums onto grids of few bits, or far finer than their operands', as `Sum`.
 
     Args:
         proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
         everywhere: every sum that a quantizer reads, whatever its bits.
     """
-    stored, made_by = stored_arrays(proto.graph), makers(proto.graph)
+    edges = Edges(proto.graph)
     clipped = {node.input[0] for node in proto.graph.node if node.op_type == "Clip"}
     for node in proto.graph.node:
-        before = node if node.op_type == "QuantizeLinear" else None
-        while before is not None and before.op_type in THROUGH:
-            before = made_by.get(before.input[0])
-        if before is None or before.op_type != "Add":
+        if node.op_type != "QuantizeLinear":
             continue
-        operands = [grid_of_tensor(name, made_by, stored) for name in before.input]
-        scales = [stored[each.input[1]].max() for each in (*operands, node) if each and each.input[1] in stored]
+        before = edges.maker(edges.source(node.input[0], THROUGH), "Add")
+        if before is None:
+            continue
+        grids = [each for name in before.input if (each := _grid_of(name, edges))]
+        scales = [edges.stored[each.input[1]].max() for each in (*grids, node) if each.input[1] in edges.stored]
         if everywhere or node.output[0] in clipped or max(scales) > LARGEST_RATIO * scales[-1]:
             before.op_type = "Sum"
 
 
 def fold_clips(proto: Any, *, of_floats: bool = False) -> None:
-    """Leave out every Clip and Relu of floats whose readers are quantizers, whose integers are clipped instead.
+    """Clip integers of quantizers in place of the floats that they alone read.
 
     Those that ONNX Runtime drops by itself stay. An integer Clip is added in uint8 alone: the int8 grids of TensorRT,
     which reads no such Clip, keep theirs in float.
@@ -86,75 +84,50 @@ def fold_clips(proto: Any, *, of_floats: bool = False) -> None:
         proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
         of_floats: clip the floats in front of all quantizers then: TensorRT reads no Clip of integers.
     """
-    from onnx import numpy_helper
-
-    stored, read_by = stored_arrays(proto.graph), readers(proto.graph)
-    for node in list(proto.graph.node):
-        limits = limits_of(node, stored)
-        found = [_integers_of(each, read_by, stored) for each in read_by.get(node.output[0], [])] if limits else []
+    graph, edges = proto.graph, Edges(proto.graph)
+    for node in list(graph.node):
+        limits = edges.limits(node)
+        found = [_integers_of(each, edges) for each in edges.read_by.get(node.output[0], [])] if limits else []
         if not found or None in found or all(clip is None and ends_within(limits, grid) for _, clip, grid in found):
             continue
         for quantizer, clip, grid in found:
             quantizer.input[0] = node.input[0]
-            within = LEVELS if clip is None else constants(clip.input[1:3], stored)
-            bounds = _narrowed(limits, within, grid)
+            bounds = _narrowed(limits, LEVELS if clip is None else edges.pair(clip), grid)
             if clip is None and bounds == list(LEVELS):
                 continue
-            clip = clip or _added_clip(proto.graph, quantizer)
+            clip = clip or _added_clip(graph, quantizer)
             for place, name, value in zip((1, 2), ("low", "high"), bounds, strict=True):
-                clip.input[place] = f"{clip.output[0]}.{name}_clipped"
-                proto.graph.initializer.append(numpy_helper.from_array(value, clip.input[place]))
-        proto.graph.node.remove(node)
+                clip.input[place] = store(graph, f"{clip.output[0]}.{name}_clipped", value)
+        graph.node.remove(node)
     if of_floats:
-        _clip_floats(proto.graph)
+        _clip_floats(graph)
 
 
-def limits_of(node: Any, stored: Mapping[str, Array]) -> list[Array] | None:
-    """The floats between which an operator clips; None if it does not."""
-    if node.op_type == "Relu":
-        return [np.array(0, np.float32), np.array(np.inf, np.float32)]
-    limits = constants(node.input[1:3], stored) if node.op_type == "Clip" else None
-    return limits if limits is not None and limits[0].dtype == np.float32 else None
-
-
-def _integers_of(node: Any, read_by: Mapping[str, list[Any]], stored: Mapping[str, Array]) -> Any:
-    """A QuantizeLinear on one constant grid, the Clip of its integers or None, and the grid; None for anything else."""
+def _integers_of(node: Any, edges: Edges) -> Any:
+    # a QuantizeLinear on one constant grid, the Clip of its integers or None, and the grid; None for anything else
     if node is None or node.op_type != "QuantizeLinear":
         return None
-    grid, after = constants(node.input[1:3], stored), read_by.get(node.output[0], [])
+    grid, clip = edges.pair(node), edges.reader(node.output[0])
     if grid is None or any(len(np.unique(part)) != 1 for part in grid):
         return None
-    clip = after[0] if len(after) == 1 and after[0] is not None and after[0].op_type == "Clip" else None
-    if clip is None:
+    if clip is None or clip.op_type != "Clip":
         return (node, None, grid) if grid[1].dtype == np.uint8 else None
-    return (node, clip, grid) if constants(clip.input[1:3], stored) is not None else None
-
-
-def ends_within(limits: Any, grid: Any) -> bool:
-    """Whether the values of a grid of 8 bits end within limits, so that clipping them changes nothing."""
-    ends = np.iinfo(grid[1].dtype)
-    low, high = ((level - grid[1].astype(np.float32).max()) * grid[0].max() for level in (ends.min, ends.max))
-    return bool(low >= limits[0] and high <= limits[1])
+    return (node, clip, grid) if edges.pair(clip) is not None else None
 
 
 def _added_clip(graph: Any, quantizer: Any) -> Any:
-    """A Clip behind a QuantizeLinear, whose integers it hands on under their name."""
+    # It hands the integers on under the name that they had.
     from onnx import helper
 
     name = quantizer.output[0]
-    place = list(graph.node).index(quantizer)
+    place = list(graph.node).index(quantizer) + 1
     quantizer.output[0] = f"{name}.unclipped"
-    graph.node.insert(place + 1, helper.make_node("Clip", [quantizer.output[0], "", ""], [name], name=f"{name}.clip"))
-    return graph.node[place + 1]
-
-
-def constants(names: Any, stored: Mapping[str, Array]) -> list[Array] | None:
-    """The values of two inputs; None if one is missing or computed."""
-    return [stored[name] for name in names] if len(names) == 2 and all(name in stored for name in names) else None
+    insert(graph, place, helper.make_node("Clip", [quantizer.output[0], "", ""], [name], name=f"{name}.clip"))
+    return graph.node[place]
 
 
 def _narrowed(limits: Any, integers: Any, grid: Any) -> list[Array]:
-    """The bounds of the integers, within those that the limits of the floats are quantized to."""
+    # the bounds of the integers, within those that the limits of the floats are quantized to
     scale, zero_point = grid[0].reshape(-1)[0], grid[1].reshape(-1)[0]
     low, high = (int(bound) for bound in integers)
     with np.errstate(over="ignore"):  # a bound of infinity, or of the largest float
@@ -163,72 +136,59 @@ def _narrowed(limits: Any, integers: Any, grid: Any) -> list[Array]:
 
 
 def _clip_floats(graph: Any) -> None:
-    """Clip what a QuantizeLinear reads instead of its integers.
-
-    These are the same: Q((low - zero_point) * scale) = low, and rounding keeps the order of numbers.
-    """
-    from onnx import numpy_helper
-
-    stored, made_by = stored_arrays(graph), makers(graph)
+    # The integers are the same: Q((low - zero_point) * scale) = low, and rounding keeps the order of numbers.
+    edges = Edges(graph)
     for clip in [node for node in graph.node if node.op_type == "Clip"]:
-        quantizer = made_by.get(clip.input[0])
-        if quantizer is None or quantizer.op_type != "QuantizeLinear":
+        quantizer = edges.maker(clip.input[0], "QuantizeLinear")
+        if quantizer is None:
             continue
-        scale, zero_point = (stored[name].astype(np.float32) for name in quantizer.input[1:3])
+        scale, zero_point = (edges.stored[name].astype(np.float32) for name in quantizer.input[1:3])
         clipped, bounds = f"{clip.output[0]}.clipped", clip.input[1:3]
         for place, bound in enumerate(bounds, 1):
-            clip.input[place] = f"{bound}.{clipped}"
-            graph.initializer.append(numpy_helper.from_array((stored[bound] - zero_point) * scale, clip.input[place]))
+            clip.input[place] = store(graph, f"{bound}.{clipped}", (edges.stored[bound] - zero_point) * scale)
         quantizer.output[0], clip.output[0] = clip.output[0], clipped
         clip.input[0], quantizer.input[0] = quantizer.input[0], clipped
-        moved = type(clip).FromString(clip.SerializeToString())
+        moved = copy_of(clip)
         graph.node.remove(clip)
-        graph.node.insert(list(graph.node).index(quantizer), moved)
+        insert(graph, list(graph.node).index(quantizer), moved)
 
 
 def add_barriers(proto: Any) -> None:
-    """Put a LeakyRelu of slope 1 before quantizers that would be fused wrongly, and before float layers on a grid."""
+    """Put a LeakyRelu of slope 1 before quantizers and float layers fused wrongly."""
     from onnx import helper
 
-    graph = proto.graph
-    stored, made_by = stored_arrays(graph), makers(graph)
+    graph, edges = proto.graph, Edges(proto.graph)
     for place, node in reversed(list(enumerate(graph.node))):
-        if any(test(node, made_by, stored) for test in (_requantizes, _is_float_layer, _ends_otherwise)):
+        if node.op_type == "QuantizeLinear":
+            needed = _requantizes(node, edges) or _ends_otherwise(node, edges)
+        else:
+            needed = node.op_type in LAYERS and _multiplies_by_floats(node, edges)
+        if needed:
             barrier = unused_name(graph, f"{node.input[0]}.barrier")
-            graph.node.insert(place, helper.make_node("LeakyRelu", node.input[:1], [barrier], name=barrier, alpha=1.0))
+            insert(graph, place, helper.make_node("LeakyRelu", node.input[:1], [barrier], name=barrier, alpha=1.0))
             graph.node[place + 1].input[0] = barrier
 
 
-def _requantizes(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> bool:
-    """Whether the values that a QuantizeLinear reads lie on another grid than its own."""
-    before = grid_of_tensor(node.input[0], made_by, stored) if node.op_type == "QuantizeLinear" else None
-    if before is None or any(name not in stored for name in before.input[1:]):
+def _requantizes(quantizer: Any, edges: Edges) -> bool:
+    before = _grid_of(quantizer.input[0], edges)
+    if before is None or any(name not in edges.stored for name in before.input[1:]):
         return False  # the rows of a table bring their scales; only constant grids are merged
-    grids = [[stored[name] for name in each.input[1:]] for each in (before, node)]
+    grids = [[edges.stored[name] for name in each.input[1:]] for each in (before, quantizer)]
     return not all(np.array_equal(ours, theirs) for ours, theirs in zip(*grids, strict=True))
 
 
-def _ends_otherwise(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> bool:
-    """Whether a QuantizeLinear is fused with an operator before it into one that computes another function."""
-    before = made_by.get(_origin(node.input[0], made_by)) if node.op_type == "QuantizeLinear" else None
+def _ends_otherwise(quantizer: Any, edges: Edges) -> bool:
+    # whether it is fused with the operator before it into one that computes another function
+    before = edges.made.get(edges.source(quantizer.input[0], MOVING))
     options = {each.name for each in before.attribute if each.i} if before is not None else set()
     return bool(options >= {"ceil_mode", "count_include_pad"} or (before is not None and before.op_type == "Softmax"))
 
 
-def _is_float_layer(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> bool:
-    """Whether an operator multiplies values on a grid by a float weight."""
-    is_float = node.op_type in LAYERS and _origin(node.input[1], made_by) in stored
-    return is_float and grid_of_tensor(node.input[0], made_by, stored) is not None
+def _multiplies_by_floats(layer: Any, edges: Edges) -> bool:
+    return edges.source(layer.input[1], MOVING) in edges.stored and _grid_of(layer.input[0], edges) is not None
 
 
-def grid_of_tensor(name: str, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> Any:
-    """The DequantizeLinear of the activation that a tensor holds values of, if there is one."""
-    node = made_by.get(_origin(name, made_by))
-    return node if node is not None and node.op_type == "DequantizeLinear" and node.input[0] not in stored else None
-
-
-def _origin(name: str, made_by: Mapping[str, Any]) -> str:
-    """The tensor whose values the operators in `MOVING` hand on."""
-    while name in made_by and made_by[name].op_type in MOVING:
-        name = made_by[name].input[0]
-    return name
+def _grid_of(name: str, edges: Edges) -> Any:
+    # the DequantizeLinear of the activation whose values a tensor holds
+    node = edges.maker(edges.source(name, MOVING), "DequantizeLinear")
+    return node if node is not None and node.input[0] not in edges.stored else None

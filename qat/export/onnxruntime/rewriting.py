@@ -1,4 +1,4 @@
-"""Changes of a graph that let ONNX Runtime compute it on integers: grids stated again, global averages."""
+"""Changes of a graph for ONNX Runtime's integers: grids again, global averages."""
 
 import operator
 from typing import Any
@@ -29,7 +29,7 @@ NOT_PROPAGATED_MODULES = (
 
 
 def rewrite_for_runtime(model: nn.Module, operations: OnnxOperations) -> None:
-    """State grids again where ONNX Runtime loses them, and use its integer global average, in an `evaluation_copy`."""
+    """State grids again where the runtime loses them, and use its global average."""
     for path, graph_module in list(model.named_modules()):
         if isinstance(graph_module, fx.GraphModule):
             _rewrite(graph_module, path, operations)
@@ -47,18 +47,20 @@ def _rewrite(model: fx.GraphModule, path: str, operations: OnnxOperations) -> No
         quantizer = submodule_of(model, source)
         assert isinstance(quantizer, Quantizer)
         again = FrozenQuantizer(quantizer, f"{path}.{source.target}.again".lstrip("."), operations)
-        _restate(model, node, f"restated_{number}", again)
+        model.add_submodule(f"restated_{number}", again)
+        with node.graph.inserting_after(node):
+            call = node.graph.call_module(f"restated_{number}")
+        node.replace_all_uses_with(call)
+        call.args = (node,)
     for number, node in enumerate(averages):
         average = GlobalAveragePool(operations.opset, dimensions(node) == 2)
         replace_call(model, node, f"global_average_pool_{number}", average, node.args[:1])
 
 
 def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
-    """The quantizer to call again behind an operation that keeps its grid, where ONNX Runtime loses it.
-
-    These are the operations in `NOT_PROPAGATED`, and for a grid in int8 also max pooling and reshaping: there ONNX
-    Runtime 1.31 writes a zero point of the wrong type and then refuses its own graph.
-    """
+    # The quantizer to call again behind an operation that keeps its grid, where ONNX Runtime loses it. These are the
+    # operations in `NOT_PROPAGATED`, and for a grid in int8 also max pooling and reshaping: there ONNX Runtime 1.31
+    # writes a zero point of the wrong type and then refuses its own graph.
     if not passes_grid(node, model) or node.meta.get(FACTS, ()) is None:  # the pieces of a split are stated each
         return None
     source = grid_of(node, model)
@@ -71,17 +73,7 @@ def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
     return source if lost or in_int8 else None
 
 
-def _restate(model: fx.GraphModule, node: fx.Node, name: str, again: FrozenQuantizer) -> None:
-    """Quantize a result again on the grid that it is on already, which changes no value."""
-    model.add_submodule(name, again)
-    with node.graph.inserting_after(node):
-        call = node.graph.call_module(name)
-    node.replace_all_uses_with(call)
-    call.args = (node,)
-
-
 def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:
-    """Whether a node is adaptive average pooling to one pixel, or the mean that is the same."""
     module = submodule_of(model, node)
     size: Any = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
     if node.target is F.adaptive_avg_pool2d:
@@ -90,7 +82,7 @@ def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:
 
 
 def _scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:
-    """Whether ONNX Runtime's integer average takes these scales: their ratio must be below 256 and at least 2^-32."""
+    # Whether ONNX Runtime's integer average takes these scales: their ratio must be below 256 and at least 2^-32.
     source = grid_of(node.args[0], model) if isinstance(node.args[0], fx.Node) else None
     reader = next((user for user in node.users if isinstance(submodule_of(model, user), Quantizer)), None)
     if source is None or reader is None:

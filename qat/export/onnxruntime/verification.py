@@ -1,11 +1,11 @@
-"""`verify_onnx` and `compare_layers`: an exported file in ONNX Runtime against its torch model."""
+"""`verify_onnx` and `compare_layers`: a file in ONNX Runtime against its model."""
 
 import os
 import re
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from qat.contexts import evaluating, in_full_precision
-from qat.export.agreement import Pair, Verification, judge
+from qat.export.agreement import Verification, answers, judge, output_tensors
 from qat.export.checks import check_finite
-from qat.export.onnxruntime.session import open_session, output_tensors, run_session
-from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
+from qat.export.onnxruntime.session import open_session, run_session
+from qat.inputs import Batch, as_batches, check_model, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import NEAR_TIE, ROUNDING, Follower, LayerDifference, no_quantizer
 
@@ -33,7 +33,7 @@ NUMBER = re.compile(r"\.\d+$")
 def verify_onnx(
     path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, default_session: bool = False
 ) -> Verification:
-    """Run the file in ONNX Runtime over the batches and compare its answers with the model's.
+    """Run the file in ONNX Runtime over batches, and compare it with the model.
 
     Args:
         path: the exported file.
@@ -57,13 +57,6 @@ def verify_onnx(
     return judge(pairs, sum(operators[name] for name in FLOAT_CONVOLUTIONS))
 
 
-def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
-    """The inputs of a batch; and the model's outputs, those that `run` gives, and the labels, if they are classes."""
-    inputs, labels = inputs_and_labels(caller, batch)
-    expected = output_tensors(run_batch(caller, model, inputs))
-    return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
-
-
 @in_full_precision
 def compare_layers(
     path: str | os.PathLike[str],
@@ -73,7 +66,7 @@ def compare_layers(
     *,
     default_session: bool = False,
 ) -> list[LayerDifference]:
-    """Compare every quantizer's integers between ONNX Runtime and torch, each layer given the same input integers.
+    """Compare every quantizer's integers between ONNX Runtime and torch, layer by layer.
 
     ONNX Runtime's integers are read at every quantizer. The torch model then computes each next quantizer's integers
     from them, so that a difference is the layer's own and does not come from an earlier one. Reading may keep the
@@ -97,7 +90,7 @@ def compare_layers(
 
 
 class LayerComparison:
-    """A file in a session that also gives the integers of every quantizer, and a copy of the model that follows them.
+    """A file whose session also gives every quantizer's integers, and a model to follow.
 
     The arguments are those of `compare_layers`.
     """
@@ -123,7 +116,7 @@ class LayerComparison:
         self.session, _ = self.reading(())
 
     def reading(self, unread: Collection[str]) -> tuple[Any, list[str]]:
-        """A session that also gives the integers of all quantizers but these, and their names."""
+        """A session that gives the integers of all quantizers but these, and their names."""
         left_out = {name for path in unread for name in self.calls[path]}
         names, given = [name for name in self.names if name not in left_out], self.proto.graph.output
         del given[len(self.outputs) :]
@@ -133,7 +126,7 @@ class LayerComparison:
     def follow(
         self, inputs: Any, unread: Collection[str] = ()
     ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """Every layer, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
+        """`Follow`, with the integers of these quantizers unread."""
         session, names = self.reading(unread) if unread else (self.session, self.names)
         try:
             results = run_session(session, inputs, [*self.outputs, *names])
@@ -152,10 +145,10 @@ class LayerComparison:
         return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
 
     def fused(self, inputs: Any, read: list[Tensor]) -> list[LayerDifference]:
-        """What is computed otherwise where nobody reads integers, given the answers where all are read; or nothing."""
+        """Find what is computed otherwise where nobody reads integers; `read` are the answers."""
 
         def differ(unread: Collection[str]) -> bool:
-            return any(map(_off, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
+            return any(map(_beyond_rounding, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
 
         found, left = list[str](), list(self.calls) if differ(self.calls) else []
         while left and not (found and differ(found)):  # the fewest that are enough
@@ -164,19 +157,20 @@ class LayerComparison:
         layers, answers = self.follow(inputs, found) if found else ([], [])
         for name, (ours, theirs) in zip(self.outputs, answers, strict=False):
             last_one: Any = self.model.get_submodule(found[-1])
-            off, levels = _off(ours, theirs), ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
+            off = _beyond_rounding(ours, theirs)
+            levels = ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
             layers.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
         return [replace(each, fused=tuple(found)) for each in layers if each.beyond_ties > NEAR_TIE * each.elements][:1]
 
 
-def _off(ours: Tensor, theirs: Tensor) -> int:
-    """How many answers differ by more than float32 rounding."""
+def _beyond_rounding(ours: Tensor, theirs: Tensor) -> int:
+    # how many answers differ by more than float32 rounding
     most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
     return int((~torch.isclose(ours, theirs.float(), rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
 
 
 def optimized_operators(path: str | os.PathLike[str], *, exact: bool = True) -> Counter[str]:
-    """Operator types and their counts after ONNX Runtime's default optimisation: the operators that really run.
+    """Count the operators that run after ONNX Runtime's default optimisation, by type.
 
     On x86 without VNNI, a default session and an exact one run the same operators with different kernels.
     """

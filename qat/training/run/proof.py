@@ -24,7 +24,7 @@ from qat.export import (
     optimized_operators,
 )
 from qat.export.agreement import MIN_AGREEMENT
-from qat.export.onnxruntime.default_session import default_is_exact, needs_option
+from qat.export.onnxruntime.session import default_is_exact, needs_option
 from qat.export.ties import allowed_of
 from qat.quantizer.training import scales_at_minimum
 from qat.text import table

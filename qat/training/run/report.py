@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qat.export.onnxruntime.default_session import multiplies_exactly
+from qat.export.onnxruntime.session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig

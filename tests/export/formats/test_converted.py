@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qat
+from tests.export.test_export_layers import quantized
 from tests.fuzz.own import OwnConv2d
 from tests.integers.test_evaluating import CASES, plainly, prepared, program_of
 
@@ -48,9 +49,8 @@ def test_one_sample_without_a_batch(
     net = nn.Sequential(*layers()).eval()
     x = torch.randn({nn.Linear: (2, 16), nn.Conv1d: (2, 3, 16)}.get(type(net[0]), (2, 3, 16, 16)))
     x = x[0] if axes == "one" else x
-    model: Any = qat.prepare(net, example_inputs=x)
-    qat.calibrate(model, [x])
-    expected = plainly(model.eval(), x)
+    model: Any = quantized(net, x)
+    expected = plainly(model, x)
     with torch.no_grad():
         assert torch.equal(model(x), expected)
         assert torch.allclose(qat.convert(model, "export")(x), expected, atol=1e-5)
@@ -71,9 +71,8 @@ def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 24, 24)
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer(), nn.ReLU(), layer(), nn.ReLU(), nn.Conv2d(16, 8, 1))
-    model = qat.prepare(net.eval(), example_inputs=x)
-    qat.calibrate(model, [x])
-    assert torch.equal(qat.convert(model)(x), plainly(model.eval(), x))
+    model = quantized(net, x)
+    assert torch.equal(qat.convert(model)(x), plainly(model, x))
 
 
 def test_a_bilinear_layer_sums_integers() -> None:
@@ -96,17 +95,15 @@ class Pair(nn.Module):
 def test_a_twin_of_ones_own_computes_as_it_says() -> None:
     x = torch.randn(4, 3, 8, 8)
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), OwnConv2d(16, 8, 3))
-    model = qat.prepare(net.eval(), example_inputs=x)
-    qat.calibrate(model, [x])
-    assert torch.equal(qat.convert(model)(x), plainly(model.eval(), x))
+    model = quantized(net, x)
+    assert torch.equal(qat.convert(model)(x), plainly(model, x))
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
 def test_nan_is_refused_by_the_name_of_its_quantizer(mode: Any) -> None:
     x = torch.randn(4, 3, 8, 8)
     net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, padding_mode=mode), nn.ReLU(), nn.Conv2d(16, 8, 3))
-    model = qat.prepare(net.eval(), example_inputs=x)
-    qat.calibrate(model, [x])
+    model = quantized(net, x)
     x[0, 0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"^'input_quantizer' is given NaN, which no integer stands for$"):
         qat.convert(model)(x)

@@ -50,9 +50,7 @@ class Mixed(nn.Module):
 def prepared(weight: dict[str, Any], activation: dict[str, Any]) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 8, 8)
-    model = qat.prepare(Mixed(), qat.QuantRecipe(weight, activation), x)
-    qat.calibrate(model, [x])
-    return model.eval(), x
+    return quantized(Mixed(), x, qat.QuantRecipe(weight, activation)), x
 
 
 def integers_of(path: Path, names: list[str], x: Tensor) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers, verify_onnx
+from tests.export.test_export_layers import quantized
 
 WEIGHTS = [{"bits": bits, "granularity": granularity} for bits in (2, 3, 4, 8) for granularity in ("tensor", "channel")]
 GRIDS = [{"signed": signed, "symmetric": symmetric} for signed in (False, True) for symmetric in (False, True)]
@@ -65,10 +66,9 @@ def test_every_width_exports_and_verifies(
     images = torch.randn(16, 3, 8, 8)
     images = images if activation["signed"] or not activation["symmetric"] else images.abs()
     overrides = {f"blocks.{number}.*": {"weight": weight} for number, weight in enumerate(weights)}
-    model = qat.prepare(Blocks(len(weights)), qat.QuantRecipe(activation=activation, overrides=overrides), images)
-    qat.calibrate(model, [images])
+    model = quantized(Blocks(len(weights)), images, qat.QuantRecipe(activation=activation, overrides=overrides))
     path = tmp_path / "x.onnx"
-    qat.export_onnx(model.eval(), path, images)
+    qat.export_onnx(model, path, images)
     assert verify_onnx(path, model, [images]).agreement == 1
     layers = compare_layers(path, model, images)
     each = 4 if activation["bits"] == 8 else 5  # what a sum reads stays at 8 bits, and has a second quantizer

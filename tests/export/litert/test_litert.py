@@ -19,7 +19,7 @@ from qat.export.litert.exporter import UnwritableWarning
 pytest.importorskip("ai_edge_litert")
 pytest.importorskip("tflite_micro")
 from qat.export.litert.engines import ENGINES, open_engine
-from qat.export.litert.reading import ReadFile
+from qat.export.litert.file import ReadFile
 
 FLOAT_ENDS = {"QUANTIZE": 1, "DEQUANTIZE": 1}
 EXACT = {"xnnpack"}

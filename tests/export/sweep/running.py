@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.export.onnxruntime.default_session import multiplies_exactly
-from qat.export.onnxruntime.session import open_session, run_session
+from qat.export.onnxruntime.session import multiplies_exactly, open_session, run_session
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.integers.following import LayerDifference, _difference
 from qat.preparation.operations import grid_of
