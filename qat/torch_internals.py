@@ -223,6 +223,11 @@ def writes_to_first(operator: Any) -> bool:
     return bool(arguments and arguments[0].alias_info and arguments[0].alias_info.is_write)
 
 
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others, in few launches."""
+    torch._foreach_copy_(targets, sources)
+
+
 def shares_first(operator: Any) -> bool:
     """Whether the result of an operator may be the memory of its first argument."""
     returns = operator._schema.returns if hasattr(operator, "_schema") else []

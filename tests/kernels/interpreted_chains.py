@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import qat
 from qat import kernels
 from qat.codes.operators.add import _add_quantize_backward
-from qat.codes.operators.norm import _norm_quantize_backward
-from qat.codes.operators.values import sizes_of
+from qat.codes.operators.norm import _norm_quantize_backward, sizes_of
 from qat.kernels import dispatch
 from qat.kernels.triton import chains
 

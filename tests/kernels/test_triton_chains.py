@@ -40,9 +40,9 @@ def test_they_are_built_for_a_card_with_wide_accesses(name: str, capability: int
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from qat.kernels.triton import chains
+    from qat.kernels.triton import chains, quantizers
 
-    kernel = getattr(chains, name)
+    kernel = getattr(quantizers if hasattr(quantizers, name) else chains, name)
     if "last" not in kernel.arg_names and not last:
         pytest.skip("it reads elements in the order of memory")
     shape = chains.Shape.of(*((100352, 256, 1) if last else (32, 256, 3136)))

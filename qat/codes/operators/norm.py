@@ -20,7 +20,7 @@ from qat.codes.operators.codes import Codes, PreQuantizer, first_derivative, out
 from qat.codes.operators.grid import clipped_slopes, codes_of, grid_of, learned_by, learned_gradient
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import decode, holds_nan, quantize
-from qat.codes.operators.values import is_simple, norm_values, sizes_of, sum_values
+from qat.codes.operators.values import norm_values, sum_values
 from qat.kernels import passes_values
 from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at
 from qat.kernels.cpu.quantizers import (
@@ -29,6 +29,7 @@ from qat.kernels.cpu.quantizers import (
     compiled,
     empty_scale,
     in_layout_of,
+    is_float32_on,
     is_plain,
     learned_grid,
     threads_for,
@@ -101,6 +102,17 @@ def _linear_form(y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: 
     """alpha and offset, shaped to broadcast with y."""
     alpha = inverse * gamma
     return _along(alpha, y), _along(beta - mean * alpha, y)
+
+
+def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
+    """The fields of `Extent`: where the channels lie in memory; None if they are neither outermost nor innermost."""
+    if y.dim() < 4:
+        return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
+    channels = y.shape[1]
+    if y.is_contiguous():
+        return y.shape[0], channels, y.numel() // (y.shape[0] * channels)
+    nearest = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+    return (y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
 
 
 def _extent_of(y: Tensor) -> Extent:
@@ -217,14 +229,18 @@ def quantize_chain(
     y = decode(y)
     if passes_values(y):
         bounds = (floor, ceiling)
-        found = sum_values(y, None, quantizer, *bounds) if norm is None else norm_values(y, quantizer, norm, *bounds)
+        sizes, found = sizes_of(y) if y.numel() else None, None
+        if norm is None:
+            found = sum_values(y, None, quantizer, *bounds)
+        elif sizes is not None and _is_simple(norm, y, sizes[1]):
+            found = norm_values(y, quantizer, norm, sizes, *bounds)
         return quantizer(before_chain(y, quantizer, norm, *bounds, activation).z) if found is None else found
     learned = learned_by(quantizer, y) if is_plain(y) and y.numel() else None
     if learned is not None:
         if norm is None and (floor, ceiling) == NO_CLIP:
             if is_dense(y) and not holds_nan(codes := quantize(y, learned)):
                 return codes
-        elif (sizes := sizes_of(y)) is not None and (norm is None or is_simple(norm, y, sizes[1])):
+        elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y, sizes[1])):
             *constants, follows = _constants(sizes[1], y) if norm is None else _norm_statistics(norm, y)
             codes = Codes(*QuantizeChainFunction.apply(y, *constants, *learned, (floor, ceiling), follows))
             if not holds_nan(codes):
@@ -249,6 +265,19 @@ def before_chain(
     else:
         z = F.relu(x) if bounds == (0, math.inf) else F.hardtanh(x, floor, ceiling)
     return PreQuantizer(x, z, bounds)
+
+
+def _is_simple(norm: nn.Module, y: Tensor, channels: int) -> bool:
+    """Whether a norm is torch's own BatchNorm of these channels in float32, which kernels compute."""
+    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
+        return False
+    assert isinstance(norm, AnyBatchNorm)
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
+    return not uncounted and all(
+        tensor is None or (is_float32_on(tensor, y.device) and tensor.is_contiguous() and tensor.numel() == channels)
+        for tensor in tensors
+    )
 
 
 def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:

@@ -11,6 +11,7 @@ from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import compiled, is_plain
 from qat.quantizer import Quantizer
 from qat.quantizer.base import FLOOR_SHARE
+from qat.torch_internals import copy_each
 
 
 def repair(*quantizers: Quantizer) -> None:
@@ -39,7 +40,7 @@ def _put_back_unasked(scales: list[Tensor], smallest: list[Tensor]) -> None:
     values, least = (torch.cat([each.flatten() for each in group]) for group in (scales, smallest))
     values = torch.where(values.isfinite(), values, least / FLOOR_SHARE)
     pieces = torch.split(values, [each.numel() for each in scales])
-    torch._foreach_copy_(scales, [piece.view_as(each) for piece, each in zip(pieces, scales, strict=True)])
+    copy_each(scales, [piece.view_as(each) for piece, each in zip(pieces, scales, strict=True)])
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

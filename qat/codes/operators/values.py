@@ -7,39 +7,14 @@ only the passes between the products are fewer. The formulas are those of `norm`
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qat.codes.operators.codes import first_derivative
 from qat.codes.operators.grid import learned_by
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.quantizers import NO_CLIP, in_layout_of, is_float32_on, rows_of
+from qat.kernels.cpu.quantizers import NO_CLIP, in_layout_of, rows_of
 from qat.kernels.dispatch import triton_here
 from qat.quantizer import Quantizer
-from qat.torch_internals import AnyBatchNorm
-
-
-def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
-    """The fields of `Extent`: where the channels lie in memory; None if they are neither outermost nor innermost."""
-    if y.dim() < 4:
-        return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
-    channels = y.shape[1]
-    if y.is_contiguous():
-        return y.shape[0], channels, y.numel() // (y.shape[0] * channels)
-    nearest = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
-    return (y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
-
-
-def is_simple(norm: nn.Module, y: Tensor, channels: int) -> bool:
-    """Whether a norm is torch's own BatchNorm of these channels in float32, which kernels compute."""
-    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
-        return False
-    assert isinstance(norm, AnyBatchNorm)
-    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
-    return not uncounted and all(
-        tensor is None or (is_float32_on(tensor, y.device) and tensor.is_contiguous() and tensor.numel() == channels)
-        for tensor in tensors
-    )
 
 
 class NormValuesFunction(torch.autograd.Function):
@@ -87,11 +62,13 @@ class SumValuesFunction(torch.autograd.Function):
         return grad_sum, None if b is None else grad_sum, grad_scale, None, None, None
 
 
-def norm_values(y: Tensor, quantizer: Quantizer, norm: Any, floor: float, ceiling: float) -> Tensor | None:
-    """quantizer(clip(norm(y))) on a GPU; None where the kernels do not take it."""
-    triton, sizes = triton_here(y), sizes_of(y) if y.numel() else None
+def norm_values(
+    y: Tensor, quantizer: Quantizer, norm: Any, sizes: tuple[int, int, int], floor: float, ceiling: float
+) -> Tensor | None:
+    """quantizer(clip(norm(y))) on a GPU, of torch's own BatchNorm; None where the kernels do not take it."""
+    triton = triton_here(y)
     learned = learned_by(quantizer, y) if triton is not None else None
-    if learned is None or sizes is None or not is_simple(norm, y, sizes[1]):
+    if learned is None:
         return None
     follows = norm.training or norm.running_mean is None
     moves = norm.training and norm.track_running_stats

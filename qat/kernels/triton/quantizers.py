@@ -1,10 +1,13 @@
-"""The fake-quantizer in one launch each way, for float32, bfloat16 and float16 tensors that are dense in any order.
+"""The fake-quantizer, and clip and quantizer of a tensor or of a sum of two, in one launch each way.
+
+Tensors are float32, bfloat16 or float16, dense in any order.
 
 Values are those of the formula, but for the sign of zero: a true division, halves to even, all in float32. The sums of
 a scale's gradient are taken block by block in one order, so that a step is reproducible.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -128,3 +131,148 @@ class TritonKernels:
         )  # fmt: skip
         grad_scale = sums[0].sum(1).view_as(scale)
         return out, grad_scale, None if zero_point is None else -scale.detach() * sums[1].sum(1).view_as(scale)
+
+
+CHAIN_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+"""y * alpha + offset is rounded once, as in C."""
+
+LARGEST = tl.constexpr(1e18)  # of a step, as `positive_scale` reads it
+
+DOUBLE = tl.float64
+
+
+@triton.jit
+def _grid_in_force(scale, smallest, zero_point, low, high, floor, ceiling, affine: tl.constexpr):
+    """The step, its lowest and highest multiple, and floor and ceiling in steps."""
+    given, least = tl.load(scale), tl.load(smallest)
+    step = tl.minimum(tl.where(given >= least, given, least), LARGEST)
+    zero = 0.0
+    if affine:
+        zero = _rint(tl.minimum(tl.maximum(tl.load(zero_point).to(tl.float32), low), high))
+    return step, low - zero, high - zero, tl.div_rn(floor, step), tl.div_rn(ceiling, step)
+
+
+@triton.jit
+def _passing(v, lowest, highest, floor, ceiling):
+    """Whether the gradient passes at v, and the slope of the scale's gradient."""
+    clipped = tl.minimum(tl.maximum(v, floor), ceiling)
+    bounded = tl.minimum(tl.maximum(clipped, lowest), highest)
+    inside = bounded == clipped
+    slope = tl.where(inside, _rint(clipped) - clipped, bounded)
+    return inside & (v > floor) & (v < ceiling), tl.where(v == v, slope, v)
+
+
+@triton.jit
+def _sum_quantize(
+    a, b, out, scale, smallest, zero_point, low, high, floor, ceiling, width, blocks,
+    joins: tl.constexpr, affine: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Of rows with a scale each."""
+    row, start, at, there = _place(width, blocks, block)
+    step, lowest, highest, floor, ceiling = _grid_in_force(
+        scale + row, smallest + row, zero_point, low, high, floor, ceiling, affine
+    )
+    v = tl.load(a + start + at, mask=there, other=0.0).to(tl.float32)
+    if joins:
+        v += tl.load(b + start + at, mask=there, other=0.0).to(tl.float32)
+    v = tl.div_rn(v, step)
+    clipped = tl.minimum(tl.maximum(v, tl.maximum(floor, lowest)), tl.minimum(ceiling, highest))
+    q = tl.where(v == v, _rint(clipped), v)
+    tl.store(out + start + at, (q * step).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _sum_gradient(
+    grad, a, b, out, sums, scale, smallest, zero_point, low, high, floor, ceiling, width, blocks,
+    joins: tl.constexpr, writes: tl.constexpr, affine: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the sum, and what this block adds to that of its row's scale."""
+    row, start, at, there = _place(width, blocks, block)
+    step, lowest, highest, floor, ceiling = _grid_in_force(
+        scale + row, smallest + row, zero_point, low, high, floor, ceiling, affine
+    )
+    v = tl.load(a + start + at, mask=there, other=0.0).to(tl.float32)
+    if joins:
+        v += tl.load(b + start + at, mask=there, other=0.0).to(tl.float32)
+    g = tl.load(grad + start + at, mask=there, other=0.0).to(tl.float32)
+    passes, slope = _passing(tl.div_rn(v, step), lowest, highest, floor, ceiling)
+    if writes:
+        tl.store(out + start + at, tl.where(passes, g, 0.0).to(out.dtype.element_ty), mask=there)
+    tl.store(sums + tl.program_id(0), tl.sum(tl.where(there, g * slope, 0.0), 0))
+
+
+@triton.jit
+def _scale_gradient(sums, out, scale, smallest, parts, factor, relative: tl.constexpr, block: tl.constexpr):
+    """For each row, factor * its sum, times step^2 if `relative`; none that lowers a scale below its least value."""
+    row = tl.program_id(0)
+    total = tl.zeros((block,), DOUBLE)
+    for first in range(0, parts, block):
+        at = first + tl.arange(0, block)
+        total += tl.load(sums + row * parts + at, mask=at < parts, other=0.0).to(DOUBLE)
+    found = tl.sum(total, 0).to(tl.float32) * factor
+    given, least = tl.load(scale + row), tl.load(smallest + row)
+    if relative:
+        step = tl.minimum(tl.where(given >= least, given, least), LARGEST)
+        found = found * step * step
+    tl.store(out + row, tl.where((given < least) & (found > 0), 0.0, found))
+
+
+class Grid(NamedTuple):
+    """A quantizer and the clip before it, as the kernels take them."""
+
+    scale: Tensor
+    smallest: Tensor
+    zero_point: Tensor | None
+    levels: Sequence[float]  # low, high, shift, factor, relative
+    bounds: tuple[float, float]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Pointers and numbers, in the kernels' order."""
+        return self.scale, self.smallest, self.zero_point, self.levels[0], self.levels[1], *self.bounds
+
+    @property
+    def affine(self) -> bool:
+        """Whether there is a zero point."""
+        return self.zero_point is not None
+
+    def gradient(self, sums: Tensor) -> Tensor:
+        """The gradient of the scales, of what the blocks of their rows added up."""
+        out, rows = torch.empty_like(self.scale), self.scale.numel()
+        count = sums.numel() // rows
+        _scale_gradient[(rows,)](
+            sums, out, self.scale, self.smallest, count, self.levels[3], relative=bool(self.levels[4]),
+            block=min(BLOCK, max(32, triton.next_power_of_2(count))),
+            **CHAIN_OPTIONS | {"num_warps": 1 if count <= 32 else 4},
+        )  # fmt: skip
+        return out
+
+    def blocks(self, x: Tensor) -> tuple[int, int, int]:
+        """Programs for x, the length of a row with a scale of its own, and how many programs a row has."""
+        rows = self.scale.numel()
+        width = x.numel() // rows
+        blocks = -(-width // BLOCK)
+        return rows * blocks, width, blocks
+
+
+def sum_quantize(a: Tensor, b: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """a + b, clipped, on the grid; both have the same strides, without gaps. b is None: a alone."""
+    out, (programs, *sizes) = torch.empty_like(a, dtype=dtype), grid.blocks(a)
+    _sum_quantize[(programs,)](
+        a, b, out, *grid.arguments, *sizes, joins=b is not None, affine=grid.affine, block=BLOCK, **CHAIN_OPTIONS
+    )
+    return out
+
+
+def sum_quantize_backward(
+    grad: Tensor, a: Tensor, b: Tensor | None, grid: Grid, writes: bool
+) -> tuple[Tensor | None, Tensor]:
+    """The gradients of the sum, if it `writes` one, and of the scales; grad is in the memory format of a."""
+    programs, *sizes = grid.blocks(a)
+    out = torch.empty_like(a) if writes else None
+    sums = torch.empty(programs, dtype=torch.float32, device=a.device)
+    _sum_gradient[(programs,)](
+        grad, a, b, out, sums, *grid.arguments, *sizes, joins=b is not None, writes=writes, affine=grid.affine,
+        block=BLOCK, **CHAIN_OPTIONS,
+    )  # fmt: skip
+    return out, grid.gradient(sums)
