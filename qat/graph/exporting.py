@@ -102,6 +102,8 @@ class Watching(TorchFunctionMode):
         except Exception as error:
             if depends_on_values(error):  # here, since torch.export prints its whole graph for it
                 raise CaptureError(BY_VALUES.format(place_of(_frames()))) from error
+            if function is Tensor.view and not isinstance(args[1], torch.dtype):
+                return args[0].reshape(*args[1:])  # torch's own layers may lay out tensors without values otherwise
             raise
 
 

@@ -140,6 +140,7 @@ MODELS: dict[str, tuple[Callable[..., Any], Tensor]] = {
     "resized": (lambda net, x: F.interpolate(net.conv(x), size=x.shape[-2:], mode="bilinear", antialias=True), IMAGES),
     "resized by a factor": (lambda net, x: F.interpolate(net.conv(x), scale_factor=2.0, mode="nearest"), IMAGES),
     "losses": (lambda net, x: F.smooth_l1_loss(net.a(x), x) + F.cross_entropy(net.b(x)[:, 0], x[:, 0].argmax(1)), ROWS),
+    "a view of a norm": (lambda net, x: net.conv(net.norm(x).view(len(x), -1).view(x.shape)), IMAGES.transpose(2, 3)),
     "split": (lambda net, x: net.a(F.pad(x.split([3, 5], -1)[1], (0, 3))) + net.b(x).chunk(2, 1)[0].sum(), ROWS),
 }  # fmt: skip
 
