@@ -20,9 +20,6 @@ from qat.torch_internals import operations_are_watched
 TRITON_DEVICES = {"cuda"}
 """Whose kernels are Triton's; tests add the CPU, where Triton's interpreter runs them."""
 
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of tensors that Triton's kernels read; they compute in float32."""
-
 log = logging.getLogger("qat.kernels")
 
 
@@ -112,9 +109,8 @@ def _launches_at(x: Tensor) -> bool:
 
 def triton_here(x: Tensor) -> Any:
     """The module of Triton's kernels over chains, if they take tensors such as x; else None."""
-    if plain_here() or type(x) is not Tensor or x.dtype not in TRITON_DTYPES or not _launches_at(x):
-        return None
-    if triton_kernels() is None:
+    found = triton_kernels() if type(x) is Tensor and not plain_here() and _launches_at(x) else None
+    if found is None or x.dtype not in found.DTYPES:
         return None
     from qat.kernels.triton import chains
 

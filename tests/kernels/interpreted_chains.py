@@ -1,7 +1,4 @@
-"""Run by test_triton_chains.py in a process whose Triton interprets: the chains' kernels, and the engine on them.
-
-Prints how many comparisons it made.
-"""
+"""Run by test_triton_chains.py where Triton interprets: kernels, then the engine. Prints how often it compared."""
 
 import copy
 import itertools
