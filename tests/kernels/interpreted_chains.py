@@ -172,4 +172,5 @@ def main() -> None:
     print(tried)
 
 
-main()
+if __name__ == "__main__":  # pytest imports every file for its doctests
+    main()
