@@ -92,7 +92,9 @@ def compare_quantizing(
         level = z / scale + zero_point
         ties = ((level - level.floor()) - 0.5).abs() < NEAR
         expected = quantizer.codes(z)
-        wrong = (_codes(found, quantizer).to(expected.dtype) != expected) & ~ties & z.isfinite()
+        shift = SHIFT if quantizer.spec.signed else 0
+        codes = quantizer.codes(found) if isinstance(found, Tensor) else found.codes.to(expected.dtype) - shift
+        wrong = (codes != expected) & ~ties & z.isfinite()
     if bool(wrong.any()) or (isinstance(found, Codes) and not torch.isclose(found.qparams[0], scale)):
         return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
     if isinstance(found, Codes) and found.source is not None:
@@ -107,12 +109,6 @@ def compare_quantizing(
     if quantizer.relative_steps:
         slack = slack * scale.detach() ** 2
     return _compare_gradients((carrier, y), cotangent, paired, modules, path, float(slack))
-
-
-def _codes(found: Codes | Tensor, quantizer: Quantizer) -> Tensor:
-    if isinstance(found, Tensor):
-        return quantizer.codes(found)
-    return found.codes.float() - (SHIFT if quantizer.spec.signed else 0)
 
 
 def compare_computing(function: Callable[..., Any], args: tuple[Any, ...], path: str) -> str | None:

@@ -19,7 +19,11 @@ def repair(*quantizers: Quantizer) -> None:
     ready = [each for each in quantizers if each.training and each.observer is None]
     if not torch.compiler.is_compiling():
         if ready and passes_values(ready[0].scale):
-            _put_back_unasked([each.scale.data for each in ready], [each.smallest_scale for each in ready])
+            scales, least = [each.scale.data for each in ready], [each.smallest_scale for each in ready]
+            values = torch.cat([each.flatten() for each in scales])  # few launches, and no wait for the device
+            values = torch.where(values.isfinite(), values, torch.cat([each.flatten() for each in least]) / FLOOR_SHARE)
+            pieces = torch.split(values, [each.numel() for each in scales])
+            copy_each(scales, [piece.view_as(each) for piece, each in zip(pieces, scales, strict=True)])
         elif not all_finite([each.scale.detach() for each in ready]):
             for each in ready:
                 each.repair()
@@ -33,14 +37,6 @@ def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
     if not all_finite(scales):
         for scale, least in zip(scales, smallest, strict=True):
             scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
-
-
-def _put_back_unasked(scales: list[Tensor], smallest: list[Tensor]) -> None:
-    """`Quantizer.repair` of all scales in a few launches, without waiting for the device."""
-    values, least = (torch.cat([each.flatten() for each in group]) for group in (scales, smallest))
-    values = torch.where(values.isfinite(), values, least / FLOOR_SHARE)
-    pieces = torch.split(values, [each.numel() for each in scales])
-    copy_each(scales, [piece.view_as(each) for piece, each in zip(pieces, scales, strict=True)])
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

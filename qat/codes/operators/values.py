@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qat.codes.operators.codes import first_derivative
-from qat.codes.operators.grid import learned_by
+from qat.codes.operators.grid import Learned, learned_by
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import NO_CLIP, in_layout_of, rows_of
 from qat.kernels.dispatch import triton_here
@@ -82,7 +82,7 @@ def norm_values(
     )
     share = norm.momentum if moves else None
     about = triton.Norm(gamma.detach(), beta.detach(), norm.running_mean, norm.running_var, norm.eps, share, follows)
-    grid = triton.Grid(*map(_detached, learned[:3]), learned.levels, (floor, ceiling))
+    grid = _grid(triton, learned, (floor, ceiling))
     found: Tensor = NormValuesFunction.apply(
         y, gamma, beta, learned.scale, triton, triton.Shape.of(*sizes), about, grid
     )
@@ -99,7 +99,7 @@ def sum_values(a: Tensor, b: Tensor | None, quantizer: Quantizer, floor: float, 
     learned = learned_by(quantizer, a)
     if learned is None or not (b is None or type(b) is Tensor):
         return None
-    grid = triton.Grid(*map(_detached, learned[:3]), learned.levels, (floor, ceiling))
+    grid = _grid(triton, learned, (floor, ceiling))
     found: Tensor = SumValuesFunction.apply(a, b, learned.scale, triton, grid, a.dtype)
     return found
 
@@ -112,11 +112,12 @@ def weight_values(weight: Tensor, quantizer: Quantizer) -> Tensor | None:
     learned = learned_by(quantizer, weight, None)
     if learned is None or not rows_of(weight, learned.scale):
         return None
-    grid = triton.Grid(*map(_detached, learned[:3]), learned.levels, NO_CLIP)
+    grid = _grid(triton, learned, NO_CLIP)
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     found: Tensor = SumValuesFunction.apply(weight, None, learned.scale, triton, grid, dtype)
     return found
 
 
-def _detached(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
+def _grid(triton: Any, learned: Learned, bounds: tuple[float, float]) -> Any:
+    tensors = (None if each is None else each.detach() for each in learned[:3])
+    return triton.Grid(*tensors, learned.levels, bounds)
