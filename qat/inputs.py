@@ -137,9 +137,9 @@ def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
 
 
 def run_batch(caller: str, model: nn.Module, inputs: Any) -> Any:
-    """The model's output for a batch's inputs, moved to its device; with floats alone its own RuntimeError."""
+    """The model's output for copies of a batch's inputs on its device; with floats alone its own RuntimeError."""
     try:
-        return call_model(model, inputs)
+        return call_model(model, copied(inputs))
     except Exception as error:  # of the user's own code
         alone = isinstance(inputs, Tensor) and inputs.is_floating_point()
         if alone and (isinstance(error, RuntimeError) or str(error).startswith(caller)):  # by what follows the model

@@ -92,7 +92,8 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
         elif isinstance(module, FrozenLayer):
             if exported:  # compilers ask for int64 constants
                 module.weight_zero_point = nn.Buffer(module.weight_zero_point.long())
-            parameters_of(module.twin).clear()  # its float weight and quantizers compute nothing any more
+            held = parameters_of(module.twin)  # its float weight and quantizers compute nothing any more
+            held.update(dict.fromkeys(held))
             children_of(module.twin).clear()
     return frozen
 

@@ -191,6 +191,17 @@ def copy_before_writes(model: fx.GraphModule) -> None:
                 node.replace_input_with(source, model.graph.call_method("clone", (source,)))
 
 
+def copy_written_inputs(model: fx.GraphModule) -> None:
+    """Let a graph write into copies of its inputs; a file cannot write into what it is given."""
+    memory = Memory(model, model.graph)
+    for node in model.graph.find_nodes(op="placeholder"):
+        if memory.writers(node):
+            with model.graph.inserting_after(node):
+                copied = model.graph.call_method("clone", (node,))
+            node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+    model.recompile()
+
+
 def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
     """Whether a node that writes nothing returns a tensor that shares no memory with its inputs."""
     if node.op in ("placeholder", "get_attr", "output"):  # outputs share memory only if they did before

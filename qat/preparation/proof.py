@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating, first_calls
-from qat.inputs import expect_model
+from qat.inputs import copied, expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 
@@ -37,7 +37,7 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """
     expect_model(self_check, model)
     with evaluating(model), torch.no_grad(), first_calls(traced_parts(model).values()) as calls:
-        model(*args, **kwargs)
+        model(*copied(args), **copied(kwargs))
     return check_parts(model, calls)
 
 

@@ -155,6 +155,21 @@ def test_verification_sees_a_file_of_another_model(small: tuple[torch.fx.GraphMo
     assert total(compare_layers(path, model, images))[1] > 1000
 
 
+def test_a_model_that_writes_into_its_input_is_verified(tmp_path: Path) -> None:
+    """Both get the batch as it was, and so does who gave it."""
+    x, path = torch.randn(4, 2, 5, 5), tmp_path / "model.onnx"
+    model = qat.prepare(nn.Sequential(nn.ReLU6(inplace=True), nn.Conv2d(2, 3, 1)), example_inputs=x)
+    given = x.clone()
+    qat.calibrate(model, [given])
+    assert qat.self_check(model, given)
+    qat.export_onnx(model, path, given)
+    assert qat.verify_onnx(path, model, [given]).max_difference < 1e-5
+    assert not any(each.differing for each in compare_layers(path, model, given))
+    qat.export_litert(model, path, given, batch=4)
+    assert qat.verify_litert(path, model, [given]).max_difference < 1e-5
+    assert torch.equal(given, x)
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], type[Exception], str]] = [
     (Small, TypeError, "expected a model from qat.prepare, got Small without quantizers"),
     (lambda: qat.prepare(Small(), example_inputs=torch.randn(1, 3, 8, 8)), ValueError,

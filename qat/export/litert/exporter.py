@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qat.atomic_write import atomic_write
 from qat.contexts import in_full_precision, warnings_ignored
@@ -16,6 +16,7 @@ from qat.export.checks import check_exportable, check_new_file, frozen_for, warn
 from qat.export.litert.file import ModelFile, require_litert
 from qat.export.litert.translation import LiteRTOperations, Translation
 from qat.export.litert.values import Writer
+from qat.graph.in_place import copy_written_inputs
 from qat.inputs import Inputs, as_arguments, expect_model
 from qat.integers.evaluation import evaluation_copy
 from qat.preparation.refusals import wrapped
@@ -94,6 +95,8 @@ def translated(
 
     args, options = as_arguments(pytree.tree_map(ready, example_inputs))
     frozen = frozen_for("export_litert", evaluation_copy(model), LiteRTOperations())
+    if isinstance(frozen, fx.GraphModule):
+        copy_written_inputs(frozen)
     try:
         with warnings_ignored(), torch.no_grad():
             program = torch.export.export(frozen, args, options).run_decompositions({})

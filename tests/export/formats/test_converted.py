@@ -24,6 +24,7 @@ def test_the_integers_are_those_of_evaluation(case: str) -> None:
     converted = qat.convert(model)
     assert torch.equal(converted(x), plainly(model, x))
     assert not any(isinstance(module, qat.Quantizer) for module in converted.modules())
+    assert "Quant" in repr(converted)
     large = [name for name, held in converted.state_dict().items() if held.is_floating_point() and held.dim() > 1]
     assert not large
 
