@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, with_result
 from benchmarks.config_table import config_table, configs_table
+from benchmarks.gpu_count import count_table
 from benchmarks.gpu_steps import gpu_table
 from benchmarks.kept import RESULTS
 from benchmarks.reference_table import reference_table
@@ -36,6 +37,7 @@ FROM_CODE = {
     "fuzz": fuzz_table,
     "mutation": mutation_table,
     "speed_gpu": gpu_table,
+    "gpu_count": count_table,
     "models": model_table,
     "post_training": post_training_table,
     "worth": worth_table,

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu --out FOLDER              # FOLDER/gpu.json and FOLDER/gpu.md
     python -m benchmarks.gpu --out FOLDER --emulate    # the same parts on the CPU, small: a rehearsal
     python -m benchmarks.gpu --out FOLDER --parts estimators steps
+    python -m benchmarks.gpu --count resnet50 64       # no device: kernels and bytes of a step, one line of JSON
 
 Every part runs in a process of its own, so that neither an error of the device nor a deadlock takes the others along.
 One that fails is a row with its reason; one that takes too long ends at its limit, and keeps the rows that it has. The
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_count import count_of
 from benchmarks.gpu_parts import Bench, estimators, ranks, run
 from benchmarks.gpu_steps import steps
 from benchmarks.speed_rows import Row, facts_of_run
@@ -143,10 +145,14 @@ def _cell(value: Any) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write both files, and say whether a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--out", type=Path, default=Path("gpu"), help="a folder")
+    parser.add_argument("--count", nargs=2, metavar=("MODEL", "BATCH"), help="count kernels and bytes, on no device")
     parser.add_argument("--emulate", action="store_true", help="on the CPU, small")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     given = parser.parse_args(arguments)
+    if given.count:
+        print(json.dumps(count_of(given.count[0], int(given.count[1]))))
+        return 0
     bench = Bench("cpu", emulated=True) if given.emulate else Bench()
     if bench.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --emulate rehearses on the CPU")

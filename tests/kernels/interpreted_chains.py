@@ -62,9 +62,10 @@ def compare_norm(y: Tensor, grad: Tensor, grid: chains.Grid, follows: bool, move
     sizes = sizes_of(y)
     assert sizes is not None
     shape = chains.Shape.of(*sizes)
-    norm = chains.Norm(gamma, beta, mean, var, 1e-5, 0.1 if moves else None, follows)
+    norm = chains.Norm(gamma, beta, mean, var, torch.tensor(2), 1e-5, 0.1 if moves else None, follows)
     known = chains.settled_norm(y, shape, norm, grid)
     batch_var, batch_mean = torch.var_mean(wide, axes, correction=0)
+    assert int(norm.tracked) == 2 + moves
     if moves:
         values = y.numel() // count
         close(mean, kept[0].lerp(batch_mean, 0.1), 1e-6)

@@ -74,14 +74,13 @@ def norm_values(
     moves = norm.training and norm.track_running_stats
     if (follows and y.numel() == sizes[1]) or (moves and norm.momentum is None):
         return None  # torch's own says what is wrong, or takes a share that only the device knows
-    if moves:
-        norm.num_batches_tracked.add_(1)
     gamma, beta = (
         torch.full((sizes[1],), start, device=y.device) if given is None else given
         for given, start in ((norm.weight, 1.0), (norm.bias, 0.0))
     )
     share = norm.momentum if moves else None
-    about = triton.Norm(gamma.detach(), beta.detach(), norm.running_mean, norm.running_var, norm.eps, share, follows)
+    kept = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    about = triton.Norm(gamma.detach(), beta.detach(), *kept, norm.eps, share, follows)
     grid = _grid(triton, learned, (floor, ceiling))
     found: Tensor = NormValuesFunction.apply(
         y, gamma, beta, learned.scale, triton, triton.Shape.of(*sizes), about, grid

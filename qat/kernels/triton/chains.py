@@ -89,7 +89,8 @@ def _total(sums, parts, channels, c, there, chunk: tl.constexpr):
 
 @triton.jit
 def _settle(
-    sums, y, running_mean, running_var, gamma, beta, scale, smallest, out, parts, channels, width, count, share, eps,
+    sums, y, running_mean, running_var, tracked, gamma, beta, scale, smallest, out, parts, channels, width, count,
+    share, eps,
     follows: tl.constexpr, moves: tl.constexpr, last: tl.constexpr, chunk: tl.constexpr, breadth: tl.constexpr,
 ):  # fmt: skip
     """Mean, 1 / sqrt(variance + eps), alpha, and alpha and offset in steps, for each channel; moves running ones."""
@@ -101,6 +102,8 @@ def _settle(
         variance = _total(sums + parts * channels, parts, channels, c, there, chunk) / count - off * off
         mean, variance = origin + off, tl.maximum(variance, 0.0)
         if moves:
+            if tl.program_id(0) == 0:
+                tl.store(tracked, tl.load(tracked) + 1)
             old = tl.load(running_mean + c, mask=there, other=0.0).to(DOUBLE)
             tl.store(running_mean + c, old + (mean - old) * share, mask=there)
             old = tl.load(running_var + c, mask=there, other=0.0).to(DOUBLE)
@@ -266,6 +269,7 @@ class Norm(NamedTuple):
     beta: Tensor
     running_mean: Tensor | None
     running_var: Tensor | None
+    tracked: Tensor | None  # how many batches it has seen
     eps: float
     share: float | None  # how far the running statistics move; None: they do not
     follows: bool  # the statistics are the batch's
@@ -282,7 +286,7 @@ def settled_norm(y: Tensor, shape: Shape, norm: Norm, grid: Grid) -> Tensor:
     if norm.follows:
         _statistics[(programs,)](y, sums, shape.rows, shape.width, shape.channels, turns, across, **shape.options)
     out = y.new_empty((5, shape.channels), dtype=torch.float32)
-    kept = (norm.gamma if each is None else each for each in (norm.running_mean, norm.running_var))
+    kept = (norm.gamma if each is None else each for each in (norm.running_mean, norm.running_var, norm.tracked))
     _settle[(-(-shape.channels // FEW),)](
         sums, y, *kept, norm.gamma, norm.beta, grid.scale, grid.smallest, out, parts, shape.channels, shape.width,
         float(y.numel() // shape.channels), norm.share or 0.0, norm.eps, follows=norm.follows,
@@ -327,7 +331,7 @@ def works(x: Tensor, scale: Tensor) -> bool:
     """Whether the kernels are right here for [0.26, -9.0, 0.5] and a step of 0.5."""
     grid = Grid(scale, scale / 32, None, (-8.0, 7.0, 0.0, 1.0, 0.0), (0.0, 6.0))
     y, shape, ones = x.view(3, 1), Shape.of(3, 1, 1), torch.ones_like(x[:1])
-    known = settled_norm(y, shape, Norm(ones, ones * 0, ones * 0, ones, 0.0, None, False), grid)
+    known = settled_norm(y, shape, Norm(ones, ones * 0, ones * 0, ones, None, 0.0, None, False), grid)
     found: list[Any] = [norm_quantize(y, shape, known, grid), sum_quantize(x, x, grid, x.dtype)]
     found += [norm_quantize_backward(y, y, shape, known, grid, False)[0], sum_quantize_backward(x, x, x, grid, True)[0]]
     wanted = [[0.5, 0, 0.5], [0.5, 0, 1], [0.26, 0, 0.5], [0.26, 0, 0.5]]

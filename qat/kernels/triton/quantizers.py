@@ -22,6 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024
 """Elements of a program: eight a thread, which loads and stores 16 bytes at a time."""
 
+MOST_TURNS = 16
+"""Blocks of a row that one program sums up, so that no other launch is needed for it."""
+
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Nothing is rounded less often than in the formula."""
 
@@ -182,39 +185,54 @@ def _sum_quantize(
 
 
 @triton.jit
+def _scaled(total, scale, smallest, row, factor, relative: tl.constexpr):
+    """factor * total, times step^2 if `relative`; none that lowers a scale below its least value."""
+    found = total.to(tl.float32) * factor
+    given, least = tl.load(scale + row), tl.load(smallest + row)
+    if relative:
+        step = tl.minimum(tl.where(given >= least, given, least), LARGEST)
+        found = found * step * step
+    return tl.where((given < least) & (found > 0), 0.0, found)
+
+
+@triton.jit
 def _sum_gradient(
-    grad, a, b, out, sums, scale, smallest, zero_point, low, high, floor, ceiling, width, blocks,
-    joins: tl.constexpr, writes: tl.constexpr, affine: tl.constexpr, block: tl.constexpr,
+    grad, a, b, out, sums, scale, smallest, zero_point, low, high, floor, ceiling, width, blocks, turns, factor,
+    joins: tl.constexpr, writes: tl.constexpr, whole: tl.constexpr, relative: tl.constexpr, affine: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the sum, and what this block adds to that of its row's scale."""
-    row, start, at, there = _place(width, blocks, block)
+    """The gradient of the sum, and what `turns` blocks add to that of their row's scale: all of it, if `whole`."""
+    row = tl.program_id(0) // blocks
     step, lowest, highest, floor, ceiling = _grid_in_force(
         scale + row, smallest + row, zero_point, low, high, floor, ceiling, affine
     )
-    v = tl.load(a + start + at, mask=there, other=0.0).to(tl.float32)
-    if joins:
-        v += tl.load(b + start + at, mask=there, other=0.0).to(tl.float32)
-    g = tl.load(grad + start + at, mask=there, other=0.0).to(tl.float32)
-    passes, slope = _passing(tl.div_rn(v, step), lowest, highest, floor, ceiling)
-    if writes:
-        tl.store(out + start + at, tl.where(passes, g, 0.0).to(out.dtype.element_ty), mask=there)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.where(there, g * slope, 0.0), 0))
+    total, first = tl.zeros((block,), tl.float32), (tl.program_id(0) % blocks).to(tl.int64) * turns * block
+    for turn in range(turns):
+        at = first + turn * block + tl.arange(0, block)
+        start, there = row.to(tl.int64) * width, at < width
+        v = tl.load(a + start + at, mask=there, other=0.0).to(tl.float32)
+        if joins:
+            v += tl.load(b + start + at, mask=there, other=0.0).to(tl.float32)
+        g = tl.load(grad + start + at, mask=there, other=0.0).to(tl.float32)
+        passes, slope = _passing(tl.div_rn(v, step), lowest, highest, floor, ceiling)
+        if writes:
+            tl.store(out + start + at, tl.where(passes, g, 0.0).to(out.dtype.element_ty), mask=there)
+        total += tl.where(there, g * slope, 0.0)
+    found = tl.sum(total, 0)
+    if whole:
+        found = _scaled(found, scale, smallest, row, factor, relative)
+    tl.store(sums + tl.program_id(0), found)
 
 
 @triton.jit
 def _scale_gradient(sums, out, scale, smallest, parts, factor, relative: tl.constexpr, block: tl.constexpr):
-    """For each row, factor * its sum, times step^2 if `relative`; none that lowers a scale below its least value."""
+    """Of the sums of each row's parts."""
     row = tl.program_id(0)
     total = tl.zeros((block,), DOUBLE)
     for first in range(0, parts, block):
         at = first + tl.arange(0, block)
         total += tl.load(sums + row * parts + at, mask=at < parts, other=0.0).to(DOUBLE)
-    found = tl.sum(total, 0).to(tl.float32) * factor
-    given, least = tl.load(scale + row), tl.load(smallest + row)
-    if relative:
-        step = tl.minimum(tl.where(given >= least, given, least), LARGEST)
-        found = found * step * step
-    tl.store(out + row, tl.where((given < least) & (found > 0), 0.0, found))
+    tl.store(out + row, _scaled(tl.sum(total, 0), scale, smallest, row, factor, relative))
 
 
 class Grid(NamedTuple):
@@ -268,11 +286,13 @@ def sum_quantize_backward(
     grad: Tensor, a: Tensor, b: Tensor | None, grid: Grid, writes: bool
 ) -> tuple[Tensor | None, Tensor]:
     """The gradients of the sum, if it `writes` one, and of the scales; grad is in the memory format of a."""
-    programs, *sizes = grid.blocks(a)
+    programs, width, blocks = grid.blocks(a)
+    whole = programs > blocks and blocks <= MOST_TURNS  # a program for each row's scale
+    turns, blocks = (blocks, 1) if whole else (1, blocks)
     out = torch.empty_like(a) if writes else None
-    sums = torch.empty(programs, dtype=torch.float32, device=a.device)
-    _sum_gradient[(programs,)](
-        grad, a, b, out, sums, *grid.arguments, *sizes, joins=b is not None, writes=writes, affine=grid.affine,
-        block=BLOCK, **CHAIN_OPTIONS,
+    sums = torch.empty(programs // turns, dtype=torch.float32, device=a.device)
+    _sum_gradient[(programs // turns,)](
+        grad, a, b, out, sums, *grid.arguments, width, blocks, turns, grid.levels[3], joins=b is not None,
+        writes=writes, whole=whole, relative=bool(grid.levels[4]), affine=grid.affine, block=BLOCK, **CHAIN_OPTIONS,
     )  # fmt: skip
-    return out, grid.gradient(sums)
+    return out, sums.view_as(grid.scale) if whole else grid.gradient(sums)
