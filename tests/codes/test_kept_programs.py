@@ -16,7 +16,7 @@ from qat.codes import evaluating
 from qat.codes.graph import UNSETTLED
 from qat.export import verify_onnx
 from qat.kernels.cpu.compiler import library
-from tests.integers.test_evaluating import plainly, prepared
+from tests.codes.test_evaluating import plainly, prepared
 
 pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plainly without the C kernels")
 
