@@ -1,10 +1,15 @@
-"""What the tests of this room start from: the same random numbers, the same images."""
+"""What the tests of this room start from: the same random numbers, the same images, the same calibrated model."""
+
+import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.references.cases_fused import counted, images
+from tests.references.cases_fused import counted, images, prepared
+from tests.references.nets import Block
 
 __all__ = ["counted"]  # a fixture
 
@@ -17,3 +22,14 @@ def seeded() -> None:
 @pytest.fixture
 def x() -> Tensor:
     return images()
+
+
+@functools.cache
+def calibrated(net: type[nn.Module]) -> nn.Module:
+    return prepared(net(), images())
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> Any:
+    """A prepared block, or the file's `NET`."""
+    return copy.deepcopy(calibrated(getattr(request.module, "NET", Block)))

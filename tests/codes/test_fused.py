@@ -1,9 +1,12 @@
-"""Training on codes against the same model in plain operations: values, gradients, statistics, when it steps back."""
+"""Training on codes against the same model in plain operations: values, gradients, statistics, what ran on codes."""
 
 import copy
 import io
-from collections.abc import Callable
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,32 +14,184 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
+from qat import QuantSpec
 from qat.codes.graph import FusedGraph
-from qat.codes.operators.quantize import DecodeFunction
+from qat.codes.operators.codes import Codes, carrier_for
+from qat.codes.operators.pool import max_pool
+from qat.integers.movement import window_of
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler, onednn
-from tests.references.cases_fused import Block, assert_same, images, prepared, results, two_threads
+from tests.references.cases_fused import assert_same, images, prepared, results, two_threads
+from tests.references.nets import Block, Transformer, between, scores
 from tests.references.prepared_case import Plain
 
 __all__ = ["two_threads"]  # a fixture
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
-
-@pytest.fixture
-def model(x: Tensor) -> nn.Module:
-    return prepared(Block(), x)
+IMAGES, LAST = images(), images(True)
+ROWS = IMAGES.flatten(2)[:, :, :16].contiguous()
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("act", [nn.ReLU, nn.ReLU6, lambda: nn.Hardtanh(-1, 1), lambda: nn.ReLU(inplace=True)])
-def test_a_step_is_that_of_the_plain_operations(
-    act: Callable[[], nn.Module], channels_last: bool, counted: list[str]
-) -> None:
-    x = images(channels_last)
-    model = Block(act)
-    assert_same(prepared(model.to(memory_format=torch.channels_last) if channels_last else model, x), x)
-    assert counted.count("CodesProductFunction") == 4 * counted.count("MaxPoolFunction") > 0
+class Case(NamedTuple):
+    """A model; what runs on codes in its forward, by the names of the Functions; its input and its recipe."""
+
+    net: Callable[[], nn.Module]
+    ran: dict[str, int]
+    x: Tensor = IMAGES
+    recipe: Mapping[str, Any] = MappingProxyType({})
+
+
+def product(count: int, **others: int) -> dict[str, int]:
+    return {"CodesProduct": count, **others}
+
+
+def moves(self: Any, x: Tensor) -> Tensor:
+    """Reshapings of all kinds between layers, questions for sizes, dropouts."""
+    x = F.relu(self.conv(x))
+    x = self.mix(x.permute(0, 2, 3, 1))
+    x = self.drop(F.relu(x))
+    assert x.dim() == 4 and x.shape[-1] == 24
+    x = torch.flatten(x.transpose(2, 3), 2)
+    return self.last(self.flat(x)).unflatten(0, (x.size(0), -1))
+
+
+def moving(share: float) -> nn.Module:
+    layers = {"conv": nn.Conv2d(3, 16, 3), "mix": nn.Linear(16, 24), "last": nn.Linear(24 * 14, 5)}
+    return Plain(moves, **layers, drop=nn.Dropout(share), flat=nn.Flatten(0, 1))
+
+
+def pooled(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *layers, nn.Conv2d(16, 4, 3))
+
+
+def curved(act: Callable[[Tensor], Tensor]) -> nn.Module:
+    layers = {"conv": nn.Conv2d(3, 16, 3, bias=False), "norm": nn.BatchNorm2d(16), "last": nn.Conv2d(16, 5, 3)}
+    return Plain(lambda self, x: self.last(self.act(self.norm(self.conv(x)))), **layers, act=act)
+
+
+def rows(forward: Callable[[Any, Tensor], Tensor], last: int = 16, **others: nn.Module) -> nn.Module:
+    layers = {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "last": nn.Linear(last, 5)}
+    return Plain(forward, **layers, **others)
+
+
+def in_place(b: nn.Module, x: Tensor) -> Tensor:
+    y = b(x)
+    x += y.mean()
+    return y.mean((2, 3)) + x.mean()
+
+
+def pool_and_mean(b: nn.Module, x: Tensor) -> Tensor:
+    x = F.max_pool2d(x, 3, 2, padding=1)
+    return b(x).mean((2, 3)) + x.mean()  # type: ignore[no-any-return]
+
+
+def named_otherwise(self: Any, x: Tensor) -> Tensor:
+    a, b = F.relu(self.a(x)), F.relu(self.b(x))
+    others = self.c(a).mean() + self.c(b).mean()  # for which a and b are quantized
+    return self.last(F.relu(self.softmax(self.matmul(a, b)))) + others  # type: ignore[no-any-return]
+
+
+def of_itself(self: Any, x: Tensor) -> Tensor:
+    x = F.relu(self.a(x))
+    return self.last(torch.bmm(x, x.mT))  # type: ignore[no-any-return]
+
+
+def other_shapes(self: Any, x: Tensor) -> Tensor:
+    """Matrices without a batch, and a batch with a single matrix: torch.matmul of what the codes stand for."""
+    a, b = F.relu(self.a(x)), F.relu(self.b(x[0]))
+    return self.last(a @ (b.T @ b))  # type: ignore[no-any-return]
+
+
+def read_twice(found: Tensor) -> Tensor:
+    scaled = found * 0.3
+    return torch.softmax(scaled, -1) + scaled.mean()
+
+
+def affine(**options: Any) -> dict[str, Any]:
+    return {"activation": QuantSpec(signed=False, symmetric=False, **options)}
+
+
+def tensor_weight(grad_scale: Any = "sample") -> dict[str, Any]:
+    return {"weight": QuantSpec(bits=3, granularity="tensor", grad_scale=grad_scale)}
+
+
+MASK = torch.full((3, 3), -1e4).triu(1)
+BLOCK = product(4, MaxPool=1, Decode=1)
+CURVE, GELU = product(2, QuantizeCurve=1), product(2, QuantizeCurve=1, Decode=1)
+SOFTMAX = product(3, Matmul=2, QuantizeSoftmax=1)
+
+CASES = {
+    "relu": Case(Block, BLOCK),
+    "relu6": Case(lambda: Block(nn.ReLU6), BLOCK, LAST),
+    "hardtanh": Case(lambda: Block(lambda: nn.Hardtanh(-1, 1)), BLOCK),
+    "relu in place": Case(lambda: Block(lambda: nn.ReLU(inplace=True)), BLOCK, LAST),
+    "signed affine": Case(
+        Block, BLOCK, LAST, {"activation": QuantSpec(signed=True, symmetric=False), **tensor_weight()}
+    ),
+    "signed symmetric": Case(
+        Block, BLOCK, LAST, {"activation": QuantSpec(signed=True, symmetric=True), **tensor_weight()}
+    ),
+    "4 bits": Case(
+        Block, BLOCK, LAST, {**affine(bits=4, grad_scale="batch"), **tensor_weight(), "residual_bits": 4}
+    ),
+    "relative": Case(Block, BLOCK, LAST, {**affine(grad_scale="relative"), **tensor_weight("relative")}),
+    "norm without gamma": Case(lambda: Block(affine=False), BLOCK),
+    "norm of all steps": Case(lambda: Block(momentum=None), BLOCK),
+    "norm without averages": Case(lambda: Block(track_running_stats=False), BLOCK),
+    "norm with a large eps": Case(lambda: Block(eps=0.1), BLOCK),
+    "linear": Case(
+        lambda: nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU6(), nn.Linear(48, 3)),
+        product(3), torch.randn(40, 20, 64, generator=torch.Generator().manual_seed(0)),
+    ),
+    "written to": Case(lambda: between(in_place, 8), product(2, Decode=1)),
+    "rolled": Case(lambda: between(lambda b, x: b(torch.roll(x, 1, 2))), product(2, Decode=1, Encode=1)),
+    "moved": Case(lambda: moving(0.0), product(3)),
+    "moved, channels last": Case(lambda: moving(0.0), product(3), LAST),
+    "moved, dropped": Case(lambda: moving(0.3), product(2, Decode=1), LAST),
+    "pool as a function": Case(lambda: between(pool_and_mean), product(2, MaxPool=1, Decode=1), LAST),
+    "pool, no dropout": Case(lambda: pooled(nn.MaxPool2d(2), nn.Dropout(0.0)), product(2, MaxPool=1), LAST),
+    "no dropout, pool": Case(lambda: pooled(nn.Dropout(0.0), nn.MaxPool2d(2)), product(2, MaxPool=1), LAST),
+    "pool, dropout": Case(lambda: pooled(nn.MaxPool2d(2), nn.Dropout(0.5)), product(1, MaxPool=1, Decode=1), LAST),
+    "dropout, pool": Case(lambda: pooled(nn.Dropout(0.5), nn.MaxPool2d(2)), product(1, Decode=1), LAST),
+    "gelu": Case(lambda: curved(nn.GELU()), GELU),
+    "gelu by tanh as a function": Case(lambda: curved(lambda x: F.gelu(x, approximate="tanh")), GELU, LAST),
+    "silu in place": Case(lambda: curved(nn.SiLU(inplace=True)), CURVE, LAST, {"activation": QuantSpec(bits=4)}),
+    "hardswish as a function": Case(lambda: curved(lambda x: F.hardswish(x, inplace=True)), CURVE),
+    "transformer": Case(Transformer, product(8, Matmul=2, QuantizeSoftmax=1, QuantizeCurve=1)),
+    "softmax as a layer": Case(lambda: scores(nn.Softmax(-1)), SOFTMAX, ROWS),
+    "softmax as a method, multiplied": Case(lambda: scores(lambda s: (0.3 * s).softmax(dim=-1)), SOFTMAX, ROWS),
+    "softmax over axis 2": Case(lambda: scores(lambda s: torch.softmax(torch.mul(s, 0.3), 2)), SOFTMAX, ROWS),
+    "softmax, divided, masked": Case(lambda: scores(lambda s: F.softmax(s / 4 + MASK, dim=-1)), SOFTMAX, ROWS),
+    "softmax over another axis": Case(
+        lambda: scores(lambda s: torch.softmax(s * 0.3, 1)), product(3, Matmul=1, Decode=1), ROWS
+    ),
+    "softmax with a type": Case(
+        lambda: scores(lambda s: torch.softmax(s, -1, dtype=torch.float32)), product(3, Matmul=2), ROWS
+    ),
+    "scores that somebody else reads": Case(
+        lambda: scores(read_twice), product(3, Matmul=1, QuantizeSoftmax=1, Decode=3), ROWS
+    ),
+    "layers named like functions": Case(
+        lambda: rows(named_otherwise, 3, c=nn.Linear(16, 1), softmax=nn.Softmin(-1), matmul=nn.CosineSimilarity(-1)),
+        product(5, Decode=2), ROWS,
+    ),
+    "a tensor times itself": Case(lambda: rows(of_itself, 3), product(2, Matmul=1, Decode=1, Encode=1), ROWS),
+    "products of other shapes": Case(lambda: rows(other_shapes), product(3, Decode=6, Encode=1), ROWS),
+}  # fmt: skip
+"""Active dropouts draw the same where tensors lie in the same order: channels last. What an active one leaves lies on
+no grid, and is pooled and read in float."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_the_plain_operations(name: str, counted: list[str]) -> None:
+    net, ran, x, recipe = CASES[name]
+    float_model = net().to(memory_format=torch.channels_last) if x is LAST else net()
+    model = prepared(float_model, x, qat.QuantRecipe(**recipe))
+    assert_same(model, x)
+    counted.clear()
+    model(x)
+    assert Counter(each.removesuffix("Function") for each in counted) == ran
 
 
 @pytest.mark.parametrize("grad_scale", ["sample", "relative"])
@@ -49,32 +204,8 @@ def test_the_scale_of_an_image_learns_without_the_gradient_of_the_image(grad_sca
 
     layers = {"conv": nn.Conv2d(3, 16, 3, 2, 1), "norm": nn.BatchNorm2d(16), "head": nn.Conv2d(16, 4, 3)}
     ends = Plain(forward, **layers, other=nn.Conv2d(3, 3, 1))
-    activation = qat.QuantSpec(signed=False, symmetric=False, grad_scale=grad_scale)  # type: ignore[arg-type]
-    for model in (ends, Block(), nn.Sequential(nn.Flatten(), nn.Linear(768, 8))):
-        assert_same(prepared(model, images(), qat.QuantRecipe(activation=activation)), images(), needs_x=False)
-
-
-SPECS = {
-    "signed affine": qat.QuantSpec(signed=True, symmetric=False),
-    "signed symmetric": qat.QuantSpec(signed=True, symmetric=True),
-    "4 bits": qat.QuantSpec(bits=4, signed=False, symmetric=False, grad_scale="batch"),
-    "relative": qat.QuantSpec(signed=False, symmetric=False, grad_scale="relative"),
-}
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_every_grid_that_fits_eight_bits(name: str, counted: list[str]) -> None:
-    x = images(True)
-    grad_scale: Any = "relative" if name == "relative" else "sample"
-    weight = qat.QuantSpec(bits=3, granularity="tensor", grad_scale=grad_scale)
-    recipe = qat.QuantRecipe(weight, SPECS[name], residual_bits=4 if name == "4 bits" else None)
-    assert_same(prepared(Block(), x, recipe), x)
-    assert counted.count("CodesProductFunction") == 4 * counted.count("MaxPoolFunction") > 0
-
-
-@pytest.mark.parametrize("norm", [{"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}])
-def test_every_batch_norm(norm: dict[str, object]) -> None:
-    assert_same(prepared(Block(**norm), images()), images())
+    for net in (ends, nn.Sequential(nn.Flatten(), nn.Linear(768, 8))):
+        assert_same(prepared(net, IMAGES, qat.QuantRecipe(**affine(grad_scale=grad_scale))), IMAGES, needs_x=False)
 
 
 NORMS: dict[str, Callable[[nn.BatchNorm2d], object]] = {  # torch refuses some of them; else its statistics are these
@@ -88,14 +219,12 @@ NORMS: dict[str, Callable[[nn.BatchNorm2d], object]] = {  # torch refuses some o
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_that_kernels_cannot_compute_is_torchs(kind: str) -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     x = torch.randn(4, 3, 9, 9)
-    model = prepared(net, x)
+    model = prepared(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)), x)
     NORMS[kind](model.get_submodule("1"))  # type: ignore[arg-type]
     x = torch.randn(1, 3, 3, 3) if kind == "one value a channel" else x
 
     def outcome() -> tuple[str, Tensor]:
-        torch.manual_seed(0)
         try:
             return "", model(x).detach()
         except (RuntimeError, ValueError) as error:
@@ -107,41 +236,59 @@ def test_a_norm_that_kernels_cannot_compute_is_torchs(kind: str) -> None:
     assert said == expected[0] and torch.allclose(y, expected[1], atol=1e-5)
 
 
-def test_frozen_statistics(x: Tensor, model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()
-    before = model.get_submodule("bn1").running_mean.clone()  # type: ignore[operator, union-attr]
-    assert_same(model, x)
-    model(x)
-    assert torch.equal(model.get_submodule("bn1").running_mean, before)  # type: ignore[arg-type]
+@torch.no_grad()
+def drive_scales_out_of_bounds(model: Any) -> None:
+    model.conv1_quantizer.scale.fill_(math.nan)
+    model.conv2_quantizer.scale.fill_(-1.0)
+    scales = model.conv3.weight_quantizer.scale
+    scales[0], scales[1] = math.inf, 1e-9
 
 
-def test_scales_that_an_optimizer_drove_out_of_bounds(x: Tensor, model: nn.Module) -> None:
-    with torch.no_grad():
-        model.get_parameter("conv1_quantizer.scale").fill_(float("nan"))
-        model.get_parameter("conv2_quantizer.scale").fill_(-1.0)
-        weights = model.get_parameter("conv3.weight_quantizer.scale")
-        weights[0], weights[1] = float("inf"), 1e-9
-    assert_same(model, x)
+def of_float64(name: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        quantizer, _, held = name.rpartition(".")
+        number = getattr(model.get_submodule(quantizer), held)
+        number.data = number.data.double()
+
+    return change
 
 
-def test_a_layer_in_evaluation_folds_its_norm_as_ever(x: Tensor) -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
-    model = prepared(net, x)
-    for name in ("3", "4"):
-        model.get_submodule(name).eval()
-    with plain_formulas():
-        expected = copy.deepcopy(model)(x)
-    assert torch.equal(copy.deepcopy(model)(x), expected)
+QUANTIZERS = ("input_quantizer", "conv1_quantizer", "conv2.weight_quantizer")
+NUMBERS = [f"{name}.{number}" for name in QUANTIZERS for number in ("scale", "smallest_scale")]
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "frozen statistics": lambda model: (model.bn1.eval(), model.bn2.eval()),
+    "an evaluated layer folds its norm": lambda model: (model.conv2.eval(), model.bn2.eval()),
+    "scales out of bounds": drive_scales_out_of_bounds,
+    **{f"float64: {name}": of_float64(name) for name in ["input_quantizer.zero_point", *NUMBERS]},
+}
 
 
-def test_nan_is_not_lost(x: Tensor, model: nn.Module) -> None:
-    x[0, 0, 0, 0] = float("nan")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_steps_as_the_plain_operations(model: Any, change: str) -> None:
+    CHANGES[change](model)
+    assert_same(model, IMAGES)
+
+
+def test_nan_is_not_lost(x: Tensor, model: Any) -> None:
+    x[0, 0, 0, 0] = math.nan
     y = model(x)
     assert y.isnan().all()
     y.sum().backward()
-    assert model.get_parameter("conv1.weight").grad.isnan().any()  # type: ignore[union-attr]
+    assert model.conv1.weight.grad.isnan().any()
+
+
+def test_a_row_without_a_finite_score_is_nan_as_ever() -> None:
+    model = prepared(scores(lambda s: torch.softmax(s + MASK, -1)), ROWS)
+    (mask,) = (buffer for buffer in model.buffers() if buffer.shape == MASK.shape)
+    mask[0] = -math.inf
+    for plain in (True, False):
+        assert results(model, ROWS, plain)["y"][:, 0].isnan().all()
+
+
+def test_active_dropout_takes_probabilities_off_their_grid(counted: list[str]) -> None:
+    model = prepared(Transformer(0.2), IMAGES)
+    assert torch.isfinite(results(model, IMAGES, plain=False)["y"]).all()
+    assert counted.count("MatmulFunction") == counted.count("QuantizeSoftmaxFunction") == 1
 
 
 def test_nothing_else_is_kept_for_backward_than_in_float() -> None:
@@ -168,22 +315,21 @@ def test_nothing_else_is_kept_for_backward_than_in_float() -> None:
     assert saved(quantized, x) < in_float
 
 
-def test_hooks_are_called(x: Tensor, model: nn.Module) -> None:
-    seen: list[str] = []
+def test_hooks_are_called(model: Any) -> None:
+    seen: set[str] = set()
     for name in ("conv1", "conv1_quantizer", "bn2", "act", "pool", "conv2.weight_quantizer", "conv3_quantizer"):
         found = dict(model.named_modules()).get(name)
         if found is not None:
-            found.register_forward_hook(lambda *_, name=name: seen.append(name))
-    expected = results(model, x, plain=True)
-    plain_calls = sorted(set(seen))
+            found.register_forward_hook(lambda *_, name=name: seen.add(name))
+    expected, plain_calls = results(model, IMAGES, plain=True), {*seen}
     seen.clear()
-    fast = results(model, x, plain=False)
-    assert sorted(set(seen)) == plain_calls and len(plain_calls) >= 5
+    fast = results(model, IMAGES, plain=False)
+    assert seen == plain_calls and len(plain_calls) >= 5
     assert torch.allclose(expected["y"], fast["y"], rtol=1e-4)
 
 
-def test_the_model_stays_what_it_was(x: Tensor, model: nn.Module) -> None:
-    model(x)
+def test_the_model_stays_what_it_was(model: Any) -> None:
+    model(IMAGES)
     keys = list(model.state_dict())
     again = copy.deepcopy(model)
     file = io.BytesIO()
@@ -192,67 +338,33 @@ def test_the_model_stays_what_it_was(x: Tensor, model: nn.Module) -> None:
     loaded = torch.load(file, weights_only=False)
     assert type(loaded).__mro__[1] is type(model).__mro__[1] is FusedGraph and loaded._derive() is not None
     assert list(again.state_dict()) == keys == list(loaded.state_dict())
-    assert torch.equal(again(x), loaded(x))
-    assert isinstance(model.eval()(x), Tensor)
-    assert isinstance(model, torch.fx.GraphModule)
+    assert torch.equal(again(IMAGES), loaded(IMAGES))
+    assert isinstance(model.eval()(IMAGES), Tensor) and isinstance(model, torch.fx.GraphModule)
     model.train()
     output = next(iter(reversed(model.graph.nodes)))
     with model.graph.inserting_before(output):
         doubled = model.graph.call_function(torch.mul, (output.args[0], 2.0))
     output.args = (doubled,)
-    before = again(x)
+    before = again(IMAGES)
     model.recompile()
-    assert torch.allclose(model(x), before * 2)
+    assert torch.allclose(model(IMAGES), before * 2)
 
 
-def test_a_parameter_that_is_replaced_is_the_one_that_runs(x: Tensor, model: nn.Module) -> None:
-    before = model(x)
-    replaced = {name: p * 1.5 for name, p in model.named_parameters() if name == "head.bias"}
-    after = torch.func.functional_call(model, replaced, (x,))
-    assert torch.allclose(after - before, model.get_parameter("head.bias") * 0.5, atol=1e-5)
+def test_a_parameter_that_is_replaced_is_the_one_that_runs(model: Any) -> None:
+    before = model(IMAGES)
+    after = torch.func.functional_call(model, {"head.bias": model.head.bias * 1.5}, (IMAGES,))
+    assert torch.allclose(after - before, model.head.bias * 0.5, atol=1e-5)
 
 
-def test_a_tensor_that_is_written_to_is_not_held_as_codes(x: Tensor) -> None:
-    def writes(self: Any, x: Tensor) -> Tensor:
-        x = F.relu(self.a(x))
-        y = self.b(x)
-        x += y.mean()
-        return y.mean((2, 3)) + x.mean()
-
-    assert_same(prepared(Plain(writes, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), x), x)
-
-
-def test_second_derivatives_are_refused_and_plain_formulas_have_them(x: Tensor, model: nn.Module) -> None:
-    weight = model.get_parameter("conv1.weight")
-    for loss in (model(x).square().sum(), model(x).sum()):  # of the second one no gradient would need a gradient
+def test_second_derivatives_are_refused_and_plain_formulas_have_them(model: Any) -> None:
+    weight = model.conv1.weight
+    for loss in (model(IMAGES).square().sum(), model(IMAGES).sum()):  # of the second no gradient would need a gradient
         with pytest.raises(RuntimeError, match="has first derivatives only"):
             torch.autograd.grad(loss, weight, create_graph=True)
     with plain_formulas():
-        (first,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
+        (first,) = torch.autograd.grad(model(IMAGES).square().sum(), weight, create_graph=True)
         first.square().sum().backward()
     assert weight.grad is not None and weight.grad.isfinite().all()
-
-
-def test_a_linear_layer_reads_rows(counted: list[str]) -> None:
-    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU6(), nn.Linear(48, 3))
-    x = torch.randn(40, 20, 64)
-    assert_same(prepared(model, x), x)
-    assert counted and counted.count("CodesProductFunction") == len(counted)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "input_quantizer.zero_point",
-        *(f"{name}.scale" for name in ("input_quantizer", "conv1_quantizer", "conv2.weight_quantizer")),
-        *(f"{name}.smallest_scale" for name in ("input_quantizer", "conv1_quantizer", "conv2.weight_quantizer")),
-    ],
-)
-def test_numbers_that_are_no_float32_are_not_read_as_such(x: Tensor, model: nn.Module, name: str) -> None:
-    quantizer, _, held = name.rpartition(".")
-    number = getattr(model.get_submodule(quantizer), held)
-    number.data = number.data.double()
-    assert_same(model, x)
 
 
 def test_the_default_dtype_is_not_the_kernels() -> None:
@@ -268,37 +380,10 @@ def test_the_default_dtype_is_not_the_kernels() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def moves(self: Any, x: Tensor) -> Tensor:
-    """Reshapings of all kinds between layers, questions for sizes, dropouts."""
-    x = F.relu(self.conv(x))
-    x = self.mix(x.permute(0, 2, 3, 1))
-    x = self.drop(F.relu(x))
-    assert x.dim() == 4 and x.shape[-1] == 24
-    x = torch.flatten(x.transpose(2, 3), 2)
-    return self.last(self.flat(x)).unflatten(0, (x.size(0), -1))
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_what_reshapes_a_quantized_tensor_reshapes_its_codes(
-    share: float, channels_last: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = images(channels_last)
-    layers = {"conv": nn.Conv2d(3, 16, 3), "mix": nn.Linear(16, 24), "last": nn.Linear(24 * 14, 5)}
-    model = prepared(Plain(moves, **layers, drop=nn.Dropout(share), flat=nn.Flatten(0, 1)), x)
-    decoded: list[int] = []
-    original = DecodeFunction.apply
-    monkeypatch.setattr(DecodeFunction, "apply", lambda *inputs: decoded.append(1) or original(*inputs))
-    # Where tensors lie in another order a dropout draws other numbers for them.
-    if share == 0 or channels_last:
-        assert_same(model, x)
-    else:
-        model(x).sum().backward()
-    assert "EncodeFunction" not in counted
-    assert bool(decoded) == (share > 0)
-
-
-def test_what_moves_values_otherwise_is_followed_by_encoding(x: Tensor, counted: list[str]) -> None:
-    layers = {"a": nn.Conv2d(3, 16, 3), "b": nn.Conv2d(16, 5, 3)}
-    assert_same(prepared(Plain(lambda self, x: self.b(torch.roll(F.relu(self.a(x)), 1, 2)), **layers), x), x)
-    assert "EncodeFunction" in counted
+def test_a_window_that_lies_in_the_padding_is_left_to_torch() -> None:
+    codes = torch.full((1, 1, 1, 1), 7, dtype=torch.uint8)
+    pool = nn.MaxPool2d(2, padding=1, dilation=2)
+    window = window_of(pool)
+    assert window is not None and window_of(nn.MaxPool2d(2, return_indices=True)) is None
+    y = max_pool(Codes(carrier_for(codes, torch.empty(())), codes, torch.tensor([0.5, 3.0])), window, pool)
+    assert isinstance(y, Tensor) and torch.equal(y, pool((codes.float() - 3) * 0.5))

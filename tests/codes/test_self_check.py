@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -24,7 +23,8 @@ from qat.codes.operators import norm as norms
 from qat.codes.training import rewriting
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
-from tests.references.cases_fused import Block, images, results
+from tests.references.cases_fused import images, results
+from tests.references.nets import Block, Deep, residual
 from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
@@ -53,29 +53,6 @@ def distrusted(model: FusedGraph) -> list[tuple[str, ...] | None]:
 def assert_trains_plainly(model: FusedGraph, x: Tensor) -> None:
     plain, fast = (results(model, x, formula) for formula in (True, False))
     assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
-
-
-def residual() -> nn.Module:
-    """A sum whose result the next layer reads as integers."""
-    convs = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3, padding=1), "c": nn.Conv2d(8, 4, 3)}
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = F.relu(self.a(x))
-        return self.c(F.relu(self.norm(self.b(y)) + y))  # type: ignore[no-any-return]
-
-    return Plain(forward, norm=nn.BatchNorm2d(8), **convs)
-
-
-class Deep(nn.Module):
-    """BatchNorm and ReLU between convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
-        self.norm_a, self.norm_b = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(F.relu(self.norm_b(self.b(F.relu(self.norm_a(self.a(x)))))))  # type: ignore[no-any-return]
 
 
 @pytest.fixture
