@@ -4,15 +4,16 @@ import copy
 import logging
 import pickle
 import random
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
 
 import qat
 from qat.codes.check import judging
@@ -24,8 +25,7 @@ from qat.codes.training import rewriting
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import images, prepared, results
-from tests.references.nets import Block, Deep, residual
-from tests.references.prepared_case import Plain
+from tests.references.nets import Block, Deep, between, residual
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -171,11 +171,6 @@ def test_a_model_without_gradients_is_not_checked_in_inference_mode(x: Tensor) -
     assert distrusted(model) == [()]
 
 
-def test_one_sample_where_no_statistics_are_taken() -> None:
-    head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    assert distrusted(prepared(head, torch.randn(6, 8))) == [()]
-
-
 KERNELS = {name: getattr(norms, name) for name in ("norm_quantize", "norm_quantize_backward")}
 
 
@@ -217,28 +212,28 @@ def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: 
     assert seen and min(seen) >= 1
 
 
+class Counting(nn.Module):
+    """Draws, and writes to everything that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.weight, self.average = nn.Parameter(torch.ones(())), torch.zeros(())
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(random.random())
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+            self.average += x.mean()
+            self.steps = self.steps + 1
+        return x * self.weight + np.random.rand()
+
+
 def test_nothing_of_the_users_moves_and_no_hook_is_called(x: Tensor, model: Any) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[float] = []
-            self.weight, self.average = nn.Parameter(torch.ones(())), torch.zeros(())
-            self.register_buffer("steps", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen.append(random.random())
-            with torch.no_grad():
-                self.weight.mul_(0.5)
-                self.average += x.mean()
-                self.steps = self.steps + 1
-            return x * self.weight + np.random.rand()
-
     def drawn_after(work: Callable[[], Any]) -> tuple[float, float]:
         random.seed(3), np.random.seed(3)
         work()
-        return random.random(), np.random.rand()
-
-    def draw() -> tuple[float, float]:
         return random.random(), np.random.rand()
 
     fired: list[Tensor] = []
@@ -246,7 +241,7 @@ def test_nothing_of_the_users_moves_and_no_hook_is_called(x: Tensor, model: Any)
     model.a.weight.register_hook(fired.append)
     called: list[int] = []
     model.b.register_forward_hook(lambda *_: called.append(1))
-    first, after = drawn_after(lambda: None), drawn_after(draw)
+    first, after = drawn_after(lambda: None), drawn_after(lambda: (random.random(), np.random.rand()))
     assert drawn_after(lambda: model(x).sum().backward()) == after
     assert distrusted(model) == [(), ()]
     assert part.seen == [first[0]] and part.weight.item() == 0.5 and float(part.steps) == 1
@@ -254,26 +249,22 @@ def test_nothing_of_the_users_moves_and_no_hook_is_called(x: Tensor, model: Any)
     assert drawn_after(lambda: model(x)) == after
 
 
-@pytest.mark.parametrize("kind", ["prune", "weight_norm", "spectral_norm"])
+@pytest.mark.parametrize(
+    "computed", [lambda b: prune.random_unstructured(b, "weight", 0.5), nn.utils.weight_norm, spectral_norm]
+)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_weights_that_hooks_compute_are_no_alarm(x: Tensor, model: Any, kind: str) -> None:
+def test_weights_that_hooks_compute_are_no_alarm(x: Tensor, model: Any, computed: Callable[[Any], object]) -> None:
     model(x).sum().backward()
-    layer: Any = model.b
-    if kind == "prune":
-        prune.random_unstructured(layer, "weight", 0.5)
-    elif kind == "weight_norm":
-        nn.utils.weight_norm(layer)
-    else:
-        parametrizations.spectral_norm(layer)
+    computed(model.b)
     for _ in range(2):
         model(x).sum().backward()
     found = model._derive().verdict
     assert found is not None and found.distrusted == () and not found.reason
 
 
-def test_complex_answers_are_checked(x: Tensor) -> None:
-    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    model: Any = prepared(Plain(lambda self, x: torch.fft.fft(self.layers(x)), layers=layers), x)
+def test_one_sample_and_complex_answers_are_checked(x: Tensor) -> None:
+    assert distrusted(prepared(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(6, 8))) == [()]
+    model: Any = prepared(between(lambda layer, x: torch.fft.fft(layer(x)), 8), x)
     model(x).abs().sum().backward()
     assert distrusted(model) == [()]
 
@@ -284,15 +275,8 @@ class Uncopied:
 
 
 def test_what_cannot_be_run_apart_is_said_once(x: Tensor, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    class Locked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.uncopied = Uncopied()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 1.0
-
-    model.norm_b = Locked()
+    model.norm_b = nn.Hardtanh(-1e9, 1e9)
+    model.norm_b.uncopied = Uncopied()
     with caplog.at_level(logging.WARNING, "qat"):
         for _ in range(3):
             model(x).sum().backward()
@@ -315,15 +299,11 @@ def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(
 def test_threads_that_begin_together_count_every_batch(x: Tensor) -> None:
     fresh = unchecked(Deep, x)
     for _ in range(3):
-        model = copy.deepcopy(fresh)
-        norm: Any = model.get_submodule("norm_a")
-        before = int(norm.num_batches_tracked)
-        threads = [threading.Thread(target=model, args=(x,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert int(norm.num_batches_tracked) == before + 3
+        model: Any = copy.deepcopy(fresh)
+        before = int(model.norm_a.num_batches_tracked)
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(model, [x] * 3))
+        assert int(model.norm_a.num_batches_tracked) == before + 3
         assert distrusted(model) == [()]
 
 
