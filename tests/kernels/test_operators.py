@@ -101,7 +101,7 @@ def a_curve(curve: str, *shape: int) -> Row:
 STEPS = [(0.0123, 0.0057), (0.5, 0.25)]  # with the latter, sums lie on the bounds
 ROWS: dict[str, Callable[[], Row]] = {
     **{f"tensor, {each}": partial(a_tensor, each) for each in LAYOUTS},
-    **{f"sum, {each}": partial(a_sum, *each, *steps) for each in product(LAYOUTS, CLIPS) for steps in STEPS},
+    **{f"sum, {each}": partial(a_sum, *each[:2], *each[2]) for each in product(LAYOUTS, CLIPS, STEPS)},
     **{f"norm, {each}": partial(a_norm, *each) for each in product(VOLUMES, CLIPS, (True, False))},
     **{f"{each}": partial(a_curve, *each) for each in (*((c, 7) for c in CURVES), *((c, 41, 501) for c in CURVES))},
 }
