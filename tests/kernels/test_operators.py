@@ -115,9 +115,9 @@ def test_an_operator_is_the_quantizer_behind_plain_operations(case: str, ops: An
     z = row.plain(*leaves)
     values, clipped = z.detach(), F.hardtanh(z, *row.clip) if row.clip != NO_CLIP else z
     drawn = draw(*values.shape, seed=1)
-    grad = torch.empty_like(row.given[0], dtype=torch.float32).copy_(drawn)
-    gradients = (grad, drawn, grad[:1].expand_as(grad)) if row.name == "quantize_codes" else (grad,)
-    for given, grad in product(GRIDS.values(), gradients):
+    placed = torch.empty_like(row.given[0], dtype=torch.float32).copy_(drawn)
+    others = {"quantize_codes": (drawn, placed[:1].expand_as(placed)), "norm_quantize": (drawn,)}
+    for given, grad in product(GRIDS.values(), (placed, *others.get(row.name, ()))):
         expected = Quantized(clipped.detach(), given)
         expected.check_codes(*forward(*row.given, *given), row.given[0])
         *found, scale = backward(grad, *row.given, *given, *row.ends)
