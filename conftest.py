@@ -9,6 +9,7 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests with two threads would spin on the other's core
 
 if importlib.util.find_spec("triton") is None:  # torch's build for the CPU alone
     collect_ignore = ["qat/kernels/triton"]

@@ -35,8 +35,8 @@ ROOMS = {
     "functional": ("qat/functional", ["tests/functional", "qat/functional"]),
     "quantizer": ("qat/quantizer", ["tests/quantizer", "qat/quantizer"]),
     "layers": ("qat/layers", ["tests/layers", "qat/layers"]),
-    "codes/operators": ("qat/codes/operators", ["tests/fused", "tests/kernels"]),
-    "integers": ("qat/integers", ["tests/export", "tests/integers"]),
+    "codes/operators": ("qat/codes/operators", ["tests/codes", "tests/kernels"]),
+    "integers": ("qat/integers", ["tests/export", "tests/integers", "tests/codes"]),
     "training/loop": ("qat/training/loop", ["tests/training", "tests/finetuning"]),
 }
 """Room: its code and its tests."""

@@ -1,6 +1,6 @@
 """The tests of the C kernels under AddressSanitizer and UndefinedBehaviorSanitizer: `python tests/sanitized.py`.
 
-Builds the library with both (gcc, or $CC) beside the usual one and runs tests/kernels and tests/fused, or
+Builds the library with both (gcc, or $CC) beside the usual one and runs tests/kernels and tests/codes, or
 what is named as for pytest. Reading or writing past the end of a tensor, and what C leaves undefined, ends the run with
 a report and the line in the source. Not run are the files in which torch compiles: its compiler does not start under a
 sanitizer, and calls the same functions. Linux; takes about five minutes.
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    patterns = ("kernels/test_kernels*.py", "kernels/test_operators*.py", "fused/test_fused*.py")
+    patterns = ("kernels/test_kernels*.py", "kernels/test_operators*.py", "codes/test_fused*.py")
     found = sorted(path for pattern in patterns for path in (ROOT / "tests").glob(pattern))
     tests = [str(path) for path in found if path.name not in COMPILING]
     print("not run under the sanitizers:", ", ".join(COMPILING), flush=True)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import qat
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
-from tests.references.cases_fused import Block, assert_same, counted, images, prepared
+from tests.references.cases_fused import assert_same, counted, images, prepared
+from tests.references.nets import Block
 from tests.references.prepared_case import refused
 
 __all__ = ["counted"]  # a fixture

@@ -1,11 +1,14 @@
 """Every operator, in C and by formula, against the same computation in float64; where nothing rounds, to the bit."""
 
-import itertools
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qat.codes.operators.curves import CURVE_NUMBERS
@@ -29,22 +32,123 @@ __all__ = ["ops", "two_threads"]  # fixtures
 CLIPS = [NO_CLIP, [0.0, math.inf], [-0.5, 1.0]]
 
 
-# ---- a tensor, and a sum ----
+class Row(NamedTuple):
+    """An operator that ends in a quantizer: what it is given, and what it quantizes in plain operations of torch."""
+
+    name: str
+    given: tuple[Any, ...]
+    leaves: tuple[Tensor, ...]
+    plain: Callable[..., Tensor]
+    clip: list[float] = NO_CLIP
+    ends: tuple[bool, ...] = ()
+    """Of the backward. The last one is whether the first input needs a gradient."""
+    close: tuple[float, float] | None = None
+    """rtol and atol of the gradient; without them nothing rounds, and it is the same to the bit."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", GRIDS)
-def test_a_tensor(name: str, layout: str, ops: Any) -> None:
-    given, x, grad = GRIDS[name], LAYOUTS[layout](draw(4, 8, 9, 51)), LAYOUTS[layout](draw(4, 8, 9, 51, seed=1))
-    expected = Quantized(x, given)
-    expected.check_codes(*ops.quantize_codes(x, *given), x)
-    for needs, gradient in itertools.product((True, False), (grad, grad.contiguous(), grad[:1].expand_as(grad))):
-        grad_x, grad_scale = ops.quantize_codes_backward(gradient, x, *given, needs)
-        if needs:
-            same(grad_x, torch.empty_like(x).copy_(torch.where(expected.inside, gradient, 0.0)))
+def a_tensor(layout: str) -> Row:
+    x = LAYOUTS[layout](draw(4, 8, 9, 51))
+    return Row("quantize_codes", (x,), (x,), lambda x: x, ends=(True,))
+
+
+def a_sum(layout: str, clip: list[float], *steps: float) -> Row:
+    a, b = (LAYOUTS[layout](draw_codes(6, 8, 9, 11, seed=seed)) for seed in (0, 1))
+    qparams = torch.tensor([steps[0], 128.0]), torch.tensor([steps[1], 17.0])
+    values = [(each.float() - pair[1]) * pair[0] for each, pair in zip((a, b), qparams, strict=True)]
+    return Row("add_quantize", (a, b, *qparams, clip), (values[0] + values[1],), lambda z: z, clip)
+
+
+VOLUMES = {
+    "rows": lambda: draw(700, 12),
+    "sequences": lambda: draw(9, 80, 12),
+    "images": lambda: draw(6, 12, 11, 13),
+    "channels_last": lambda: draw(6, 12, 11, 13).to(memory_format=torch.channels_last),
+    "volumes": lambda: draw(3, 12, 5, 7, 9),
+    "volumes, channels last": lambda: draw(3, 12, 5, 7, 9).to(memory_format=torch.channels_last_3d),
+}
+
+
+def across(y: Tensor) -> list[int]:
+    """The axes besides that of the channels."""
+    return [0, *range(2, y.dim())] if y.dim() > 3 else [*range(y.dim() - 1)]
+
+
+def a_norm(kind: str, clip: list[float], follows: bool) -> Row:
+    y = VOLUMES[kind]() * 3
+    mean, inverse, _ = FORMULA.batch_statistics(y, 1e-5)
+    gamma, beta = 1 + 0.1 * draw(12, seed=1), 0.3 * draw(12, seed=2)
+    running = None if follows else mean.double(), None if follows else inverse.double() ** -2
+
+    def plain(y: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        rows = y if y.dim() > 3 else y.flatten(0, -2)
+        return F.batch_norm(rows, *running, gamma, beta, follows, eps=1e-5 if follows else 0.0).view_as(y)
+
+    norm = [gamma, beta, mean, inverse]
+    return Row("norm_quantize", (y, norm, clip), (y, gamma, beta), plain, clip, (follows, True), (1e-4, 1e-5))
+
+
+CURVES: dict[str, Callable[..., Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "hardswish": F.hardswish
+}  # fmt: skip
+
+
+def a_curve(curve: str, *shape: int) -> Row:
+    x = draw(*shape) * 3
+    x.view(-1)[:2] = torch.tensor([-3.0, 3.0])  # where the slope of hardswish jumps
+    return Row("curve_quantize", (x, curve), (x,), CURVES[curve], close=(1e-5, 2e-6))
+
+
+STEPS = [(0.0123, 0.0057), (0.5, 0.25)]  # with the latter, sums lie on the bounds
+ROWS: dict[str, Callable[[], Row]] = {
+    **{f"tensor, {each}": partial(a_tensor, each) for each in LAYOUTS},
+    **{f"sum, {each}": partial(a_sum, *each[:2], *each[2]) for each in product(LAYOUTS, CLIPS, STEPS)},
+    **{f"norm, {each}": partial(a_norm, *each) for each in product(VOLUMES, CLIPS, (True, False))},
+    **{f"{each}": partial(a_curve, *each) for each in (*((c, 7) for c in CURVES), *((c, 41, 501) for c in CURVES))},
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_an_operator_is_the_quantizer_behind_plain_operations(case: str, ops: Any) -> None:
+    row = ROWS[case]()
+    forward, backward = getattr(ops, row.name), getattr(ops, f"{row.name}_backward")
+    leaves = [(each.double() if row.close else each).detach().requires_grad_() for each in row.leaves]
+    z = row.plain(*leaves)
+    values, clipped = z.detach(), F.hardtanh(z, *row.clip) if row.clip != NO_CLIP else z
+    drawn = draw(*values.shape, seed=1)
+    placed = torch.empty_like(row.given[0], dtype=torch.float32).copy_(drawn)
+    others = {"quantize_codes": (drawn, placed[:1].expand_as(placed)), "norm_quantize": (drawn,)}
+    for given, grad in product(GRIDS.values(), (placed, *others.get(row.name, ()))):
+        expected = Quantized(clipped.detach(), given)
+        expected.check_codes(*forward(*row.given, *given), row.given[0])
+        *found, scale = backward(grad, *row.given, *given, *row.ends)
+        expected.check_scale(scale, grad)
+        passed = torch.where(expected.inside, grad, 0.0).to(z.dtype)
+        wanted = torch.autograd.grad(clipped, leaves, passed, retain_graph=True)
+        if row.close is None:
+            same(found[0], torch.empty_like(row.given[0], dtype=torch.float32).copy_(wanted[0]))
         else:
-            assert not grad_x.numel()
-        expected.check_scale(grad_scale, gradient)
+            unsure = expected.unsure | ((values - row.clip[0]).abs() < 1e-5) | ((values - row.clip[1]).abs() < 1e-5)
+            check_gradients(row, grad, found, wanted, unsure)
+        if row.ends:
+            *unasked, again = backward(grad, *row.given, *given, *row.ends[:-1], False)
+            assert not unasked[0].numel() and torch.allclose(again, scale, equal_nan=True)
+    if row.given[0].is_floating_point():
+        spoilt = row.given[0].clone()
+        spoilt[(0,) * spoilt.dim()] = math.nan
+        assert forward(spoilt, *row.given[1:], *given)[1].isnan().tolist() == [True, False]
+
+
+def check_gradients(row: Row, grad: Tensor, found: list[Tensor], wanted: tuple[Tensor, ...], unsure: Tensor) -> None:
+    """Of the first input, and of a norm's gamma and beta."""
+    assert row.close is not None and found[0].stride() == row.given[0].stride()
+    rtol, atol = row.close
+    if len(found) > 1:
+        axes, g = across(grad), grad.double().abs()
+        loose = (g * unsure).sum(axes)
+        atol += float(loose.max()) / 50
+        near(found[1], wanted[1], 3e-5 * g.sum(axes) + 10 * loose)
+        near(found[2], wanted[2], 1e-5 * g.sum(axes) + loose)
+    assert bool((torch.isclose(found[0].double(), wanted[0], rtol=rtol, atol=atol) | unsure).all())
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -71,45 +175,11 @@ def test_scales_with_axes(ops: Any) -> None:
     assert ops.quantize_codes_backward(x, x, given, levels, True)[1].shape == (1,)
 
 
-@pytest.mark.parametrize("steps", [(0.0123, 0.0057), (0.5, 0.25)])  # with the latter, sums lie on the bounds
-@pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sum(layout: str, clip: list[float], steps: tuple[float, float], ops: Any) -> None:
-    a, b = (LAYOUTS[layout](draw_codes(6, 8, 9, 11, seed=seed)) for seed in (0, 1))
-    grad = LAYOUTS[layout](draw(6, 8, 9, 11))
-    qparams = torch.tensor([steps[0], 128.0]), torch.tensor([steps[1], 17.0])
-    values = [(each.float() - pair[1]) * pair[0] for each, pair in ((a, qparams[0]), (b, qparams[1]))]
-    same(ops.dequantize(a, qparams[0]), values[0])
-    z = values[0] + values[1]
-    for given in GRIDS.values():
-        expected = Quantized(z.clamp(*clip), given)
-        expected.check_codes(*ops.add_quantize(a, b, *qparams, clip, *given), a)
-        grad_sum, grad_scale = ops.add_quantize_backward(grad, a, b, *qparams, clip, *given)
-        same(grad_sum, torch.where(expected.inside & (z > clip[0]) & (z < clip[1]), grad, 0.0))
-        expected.check_scale(grad_scale, grad)
-    spoilt = torch.tensor([math.nan, 17.0])
-    assert ops.add_quantize(a, b, qparams[0], spoilt, clip, *given)[1][0].isnan()
-
-
-# ---- a norm ----
-
-VOLUMES = {
-    "rows": lambda: draw(700, 12),
-    "sequences": lambda: draw(9, 80, 12),
-    "images": lambda: draw(6, 12, 11, 13),
-    "channels_last": lambda: draw(6, 12, 11, 13).to(memory_format=torch.channels_last),
-    "volumes": lambda: draw(3, 12, 5, 7, 9),
-    "volumes, channels last": lambda: draw(3, 12, 5, 7, 9).to(memory_format=torch.channels_last_3d),
-}
-
-
-def across(y: Tensor) -> list[int]:
-    """The axes besides that of the channels."""
-    return [0, *range(2, y.dim())] if y.dim() > 3 else [*range(y.dim() - 1)]
-
-
-def along(values: Tensor, y: Tensor) -> Tensor:
-    return values.double().reshape(-1, *[1] * (y.dim() - 2)) if y.dim() > 3 else values.double()
+def test_codes_of_a_sum_alone_and_of_a_grid_that_is_no_number(layout: str, ops: Any) -> None:
+    a, b, one, other, clip = a_sum(layout, NO_CLIP, *STEPS[0]).given
+    same(ops.dequantize(a, one), (a.float() - one[1]) * one[0])
+    assert ops.add_quantize(a, b, one * math.nan, other, clip, *GRIDS["affine"])[1][0].isnan()
 
 
 @pytest.mark.parametrize("kind", VOLUMES)
@@ -126,84 +196,6 @@ def test_statistics_of_one_value(ops: Any) -> None:
     y = draw(1, 12)
     mean, inverse, variance = ops.batch_statistics(y, 0.25)
     assert torch.equal(mean, y[0]) and inverse.eq(2).all() and variance.eq(0).all()
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("kind", VOLUMES)
-def test_a_norm(kind: str, clip: list[float], ops: Any) -> None:
-    y = VOLUMES[kind]() * 3
-    grad, axes = draw(*y.shape, seed=4), across(y)
-    n = y.shape[1] if y.dim() > 3 else y.shape[-1]
-    mean, inverse, _ = FORMULA.batch_statistics(y, 1e-5)
-    norm = [1 + 0.1 * draw(n, seed=1), 0.3 * draw(n, seed=2), mean, inverse]
-    gamma, beta, centre, spread = (along(each, y) for each in norm)
-    z = (y.double() - centre) * spread * gamma + beta
-    g = grad.double()
-    for given in GRIDS.values():
-        expected = Quantized(z.clamp(*clip), given)
-        expected.check_codes(*ops.norm_quantize(y, norm, clip, *given), y)
-        unsure = expected.unsure | ((z - clip[0]).abs() < 1e-5) | ((z - clip[1]).abs() < 1e-5)
-        masked = torch.where(expected.inside & (z > clip[0]) & (z < clip[1]), g, 0.0)
-        products = masked * (y.double() - centre)
-        loose = (g.abs() * unsure).sum(axes)
-        for follows, needs in ((True, True), (False, True), (True, False)):
-            grad_y, grad_gamma, grad_beta, grad_scale = ops.norm_quantize_backward(
-                grad, y, norm, clip, *given, follows, needs
-            )
-            near(grad_beta, masked.sum(axes), 1e-5 * g.abs().sum(axes) + loose)
-            near(grad_gamma, products.sum(axes) * inverse, 3e-5 * g.abs().sum(axes) + 10 * loose)
-            expected.check_scale(grad_scale, grad)
-            if not needs:
-                assert not grad_y.numel()
-                continue
-            back = masked
-            if follows:
-                back = masked - along(masked.mean(axes), y) - (y.double() - centre) * along(
-                    products.mean(axes) * inverse**2, y
-                )  # fmt: skip
-            assert grad_y.stride() == y.stride()
-            atol = 1e-5 + float(loose.max()) / 50
-            close = torch.isclose(grad_y.double(), back * gamma * spread, rtol=1e-4, atol=atol)
-            assert bool((close | unsure).all())
-    spoilt = y.clone()
-    spoilt[0, 0] = math.nan
-    assert ops.norm_quantize(spoilt, norm, clip, *given)[1].isnan().tolist() == [True, False]
-
-
-# ---- curves and softmax ----
-
-
-def _phi(x: Tensor) -> Tensor:
-    return 0.5 * torch.special.erfc(-x / math.sqrt(2))
-
-
-def _tanh_inner(x: Tensor) -> Tensor:
-    return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
-
-
-CURVES = {
-    "gelu": lambda x: x * _phi(x),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(_tanh_inner(x))),
-    "silu": lambda x: x / (1 + torch.exp(-x)),
-    "hardswish": lambda x: x * (x + 3).clamp(0, 6) / 6,
-}
-"""In float64; autograd has the slopes."""
-
-
-@pytest.mark.parametrize("shape", [(7,), (41, 501)])
-@pytest.mark.parametrize("curve", CURVE_NUMBERS)
-def test_curves(curve: str, shape: tuple[int, ...], ops: Any) -> None:
-    x, grad = draw(*shape) * 3, draw(*shape, seed=1)
-    wide = x.double().requires_grad_()
-    value = CURVES[curve](wide)
-    (rise,) = torch.autograd.grad(value.sum(), wide)
-    for given in GRIDS.values():
-        expected = Quantized(value.detach(), given)
-        expected.check_codes(*ops.curve_quantize(x, curve, *given), x)
-        grad_x, grad_scale = ops.curve_quantize_backward(grad, x, curve, *given)
-        exact = grad.double() * expected.inside * rise
-        assert bool((torch.isclose(grad_x.double(), exact, rtol=1e-5, atol=2e-6) | expected.unsure).all())
-        expected.check_scale(grad_scale, grad)
 
 
 @pytest.mark.parametrize("curve", CURVE_NUMBERS)

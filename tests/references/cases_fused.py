@@ -1,11 +1,10 @@
-"""Training on codes against plain operations: the model, its results both ways, and what ran on codes."""
+"""Training on codes against plain operations: a model's results both ways, and what ran on codes."""
 
 import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
@@ -13,7 +12,7 @@ from qat.codes.operators.curves import QuantizeCurveFunction, QuantizeSoftmaxFun
 from qat.codes.operators.matmul import MatmulFunction
 from qat.codes.operators.pool import MaxPoolFunction
 from qat.codes.operators.product import CodesProductFunction
-from qat.codes.operators.quantize import EncodeFunction
+from qat.codes.operators.quantize import DecodeFunction, EncodeFunction
 from qat.kernels import plain_formulas
 
 
@@ -26,25 +25,8 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Block(nn.Module):
-    """A residual block with a downsampling path, a pool and a classifier."""
-
-    def __init__(self, act: Callable[[], nn.Module] = nn.ReLU, **norm: object) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32, **norm)  # type: ignore[arg-type]
-        self.conv2, self.bn2 = nn.Conv2d(32, 32, 3, padding=1, groups=4, bias=False), nn.BatchNorm2d(32, **norm)  # type: ignore[arg-type]
-        self.conv3 = nn.Conv2d(32, 32, 1)
-        self.act, self.pool, self.head = act(), nn.MaxPool2d(2), nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(self.act(self.bn1(self.conv1(x))))
-        y = self.act(self.bn2(self.conv2(x)))
-        y = F.relu(self.conv3(y) + x)
-        return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
-
-
-def images(channels_last: bool = False, count: int = 8, size: int = 16) -> Tensor:
-    x = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+def images(channels_last: bool = False, count: int = 8, size: int = 16, seed: int = 0) -> Tensor:
+    x = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
     return x.to(memory_format=torch.channels_last) if channels_last else x
 
 
@@ -54,17 +36,23 @@ def prepared(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None)
     return quantized.train()
 
 
+def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Output, gradients and buffers of a training step."""
+    model.zero_grad()
+    y = forward(x)
+    y.square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), **gradients, **{f"{name} ": b.clone() for name, b in model.named_buffers()}}
+
+
 def results(model: nn.Module, x: Tensor, plain: bool, needs_x: bool = True) -> dict[str, Tensor]:
-    """Output, gradients and buffers of one training step of a copy."""
+    """Of one training step of a copy, with the gradient of the input."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_(needs_x)
     torch.manual_seed(1)  # for dropouts
     with plain_formulas() if plain else torch.enable_grad():
-        y = model(x)
-        y.square().sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found = step(model, x, model)
     assert (x.grad is not None) == needs_x
-    gradients["x"] = torch.zeros(()) if x.grad is None else x.grad
-    return {"y": y.detach(), **gradients, **{f"{name} ": b for name, b in model.named_buffers()}}
+    return {**found, "x": torch.zeros(()) if x.grad is None else x.grad}
 
 
 def errors(model: nn.Module, x: Tensor, needs_x: bool) -> dict[str, float]:
@@ -97,7 +85,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     for function in (
         CodesProductFunction, MaxPoolFunction, EncodeFunction, MatmulFunction, QuantizeCurveFunction,
-        QuantizeSoftmaxFunction,
+        QuantizeSoftmaxFunction, DecodeFunction,
     ):  # fmt: skip
         original = function.apply
 

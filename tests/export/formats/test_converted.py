@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qat
+from tests.codes.test_evaluating import CASES, plainly, prepared, program_of
 from tests.export.test_export_layers import quantized
 from tests.fuzz.own import OwnConv2d
-from tests.integers.test_evaluating import CASES, plainly, prepared, program_of
 
 MODES = ("reflect", "circular", "replicate")
 

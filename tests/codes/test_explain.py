@@ -1,7 +1,6 @@
 """`qat.explain`: how everything trains, and the fact that decides it."""
 
 import copy
-import dataclasses
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,7 +25,8 @@ from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import LSQQuantizer, create_quantizer
 from qat.quantizer.registry import estimator_of
-from tests.references.cases_fused import Block, images, prepared
+from tests.references.cases_fused import images, prepared
+from tests.references.nets import Block
 from tests.references.prepared_case import Plain
 from tests.references.processors import as_processor, untried
 
@@ -37,15 +37,6 @@ pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compile
 PLAINLY = "operation by operation"
 ON_CODES = "trains on codes, the fast way"
 IN_INTEGERS = "on codes, in integers"
-
-
-def block() -> Any:
-    return prepared(Block(), images())
-
-
-@pytest.fixture
-def model() -> Any:
-    return block()
 
 
 def whole(model: nn.Module, inputs: Any = None) -> str:
@@ -67,22 +58,26 @@ def assert_plain(found: tuple[str, str], fact: str) -> None:
     assert how == PLAINLY and fact in why
 
 
-def of_model(*layers: nn.Module, x: Tensor, **recipe: QuantSpec) -> nn.Module:
-    return prepared(nn.Sequential(*layers), x, qat.QuantRecipe(**recipe))  # type: ignore[arg-type]
-
-
 def test_a_table_of_layers_and_quantizers_as_they_run(as_processor: Callable[[str], None]) -> None:
     as_processor("vnni")
-    lines = qat.explain(block()).splitlines()
+    model = prepared(Block(), images())
+    lines = qat.explain(model).splitlines()
     assert lines[0].startswith(f"the model {ON_CODES}")
     assert lines[2].split() == ["name", "kind", "trains", "why"]
     assert [line.split()[0] for line in lines[3:7]] == ["input_quantizer", "conv1", "conv1_quantizer", "conv2"]
-    assert row(block(), "conv1") == (f"{IN_INTEGERS} where it pays", "")
+    assert row(model, "conv1") == row(model, "head") == (f"{IN_INTEGERS} where it pays", "")
+    assert row(model, "conv1", images()) == row(model, "conv3", images()) == (IN_INTEGERS, "")
+    how, why = row(model, "head", images())
+    assert how == "on codes, in float" and "fewer than 160 rows, here 8" in why
+    with float_products():
+        assert row(model, "conv1") == ("on codes, in float", "float_products is on")
+    as_processor("no-vnni")
+    how, why = row(model, "conv1")
+    assert how == "on codes, in float" and "VNNI" in why
 
 
-def test_it_leaves_the_model_as_it_was() -> None:
-    model = block().eval()
-    model.get_submodule("bn1").train()
+def test_it_leaves_the_model_as_it_was(model: Any) -> None:
+    model.eval().bn1.train()
     before = {name: module.training for name, module in model.named_modules()}
     first = whole(model, images())
     assert before == {name: module.training for name, module in model.named_modules()}
@@ -113,12 +108,12 @@ def test_a_model_that_is_not_calibrated() -> None:
     assert_plain(row(model, "conv1"), "input_quantizer: it is not calibrated")
 
 
-def test_other_dtypes_and_no_memory() -> None:
-    wide = block().double()
+def test_other_dtypes_and_no_memory(model: Any) -> None:
+    assert "meta" in whole(copy.deepcopy(model).to("meta"))
+    wide = model.double()
     assert "torch.float64" in whole(wide, images().double())
     assert_plain(row(wide, "conv1"), "torch.float64")
     assert_plain(row(wide, "input_quantizer"), "not a contiguous float32")
-    assert "meta" in whole(block().to("meta"))
 
 
 def test_what_a_self_check_found(model: Any) -> None:
@@ -141,7 +136,7 @@ def test_what_a_self_check_found(model: Any) -> None:
 
 def test_before_a_self_check_and_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QAT_SELF_CHECK", "off")
-    model = block()
+    model = prepared(Block(), images())
     assert whole(model) == "the model trains on codes, without a self-check (QAT_SELF_CHECK=off)"
     monkeypatch.delenv("QAT_SELF_CHECK")
     assert "on codes as soon as a self-check" in whole(model)
@@ -205,6 +200,7 @@ CHANGES: list[tuple[Callable[[Any], object], str, str]] = [  # the change, the r
     (lambda m: m.pool.register_forward_hook(lambda *_: None), "conv1_quantizer", "pool"),
     (lambda m: setattr(m.head.weight, "data", torch.randn(32, 5).T), "head", "not contiguous"),
     (lambda m: qat.disable_fake_quant(m), "conv1", "switched off"),
+    (lambda m: setattr(m.head.weight_quantizer, "spec", QuantSpec(symmetric=False)), "head", "symmetric weights"),
     (lambda m: setattr(m.input_quantizer, "__class__", Coarser), "input_quantizer", "Coarser computes something else"),
     (lambda m: setattr(m.input_quantizer, "__class__", Mixed), "input_quantizer", "Mixed computes something else"),
 ]
@@ -235,21 +231,12 @@ OF_MODELS: list[tuple[tuple[nn.Module, ...], Tensor, dict[str, QuantSpec], str, 
 def test_rules_grids_and_layers(
     layers: tuple[nn.Module, ...], x: Tensor, recipe: dict[str, QuantSpec], name: str, fact: str
 ) -> None:
-    how, why = row(of_model(*layers, x=x, **recipe), name)
+    how, why = row(prepared(nn.Sequential(*layers), x, qat.QuantRecipe(**recipe)), name)  # type: ignore[arg-type]
     assert how == PLAINLY and re.match(fact if fact.startswith("its") else f".*{fact}", why)
 
 
-def test_an_affine_weight(as_processor: Callable[[str], None]) -> None:
-    as_processor("vnni")
-    model = of_model(nn.Linear(16, 16), x=X)
-    assert row(model, "0")[1] == ""
-    quantizer: Any = model.get_submodule("0.weight_quantizer")
-    quantizer.spec = dataclasses.replace(quantizer.spec, symmetric=False)
-    assert_plain(row(model, "0"), "affine")
-
-
-def test_methods_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, original = block(), LSQQuantizer.gradient_factor
+def test_methods_that_somebody_replaced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LSQQuantizer.gradient_factor
     monkeypatch.setattr(LSQQuantizer, "gradient_factor", lambda self, x: original(self, x))
     assert_plain(row(model, "input_quantizer"), "a method of LSQQuantizer")
 
@@ -313,20 +300,3 @@ def test_layers_outside_of_graphs_and_inside_of_layers() -> None:
     gru = prepared(nn.Sequential(nn.GRU(4, 4)), torch.randn(3, 2, 4))
     assert "no layer of it takes codes" in whole(gru)
     assert_plain(row(gru, "0.product_ih_l0"), "inside of 0")
-
-
-# ---- integers ----
-
-
-def test_where_integers_pay(as_processor: Callable[[str], None]) -> None:
-    as_processor("vnni")
-    model = block()
-    assert row(model, "conv1", images()) == row(model, "conv3", images()) == (IN_INTEGERS, "")
-    how, why = row(model, "head", images())
-    assert how == "on codes, in float" and "fewer than 160 rows, here 8" in why
-    assert row(model, "head") == (f"{IN_INTEGERS} where it pays", "")
-    with float_products():
-        assert row(model, "conv1") == ("on codes, in float", "float_products is on")
-    as_processor("no-vnni")
-    how, why = row(model, "conv1")
-    assert how == "on codes, in float" and "VNNI" in why

@@ -5,6 +5,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -13,62 +14,42 @@ from torch import Tensor, nn
 
 import qat
 from qat.contexts import warnings_ignored
-from qat.kernels import (
-    float_products,
-    integers_allowed,
-    plain_formulas,
-    plain_wanted,
-)
+from qat.kernels import float_products, integers_allowed, plain_formulas, plain_wanted
+from tests.references.prepared_case import Plain
 
-SWITCHES = {
-    plain_formulas: plain_wanted, float_products: lambda: not integers_allowed()
-}  # fmt: skip
+SWITCHES = {plain_formulas: plain_wanted, float_products: lambda: not integers_allowed()}
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
     """What the work returns or raises, done in another thread."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append((True, work()))
-        except BaseException as error:
-            found.append((False, error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    assert found, "the other thread hangs"
-    if not found[0][0]:
-        raise found[0][1]
-    return found[0][1]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(60)
 
 
 @pytest.mark.parametrize("context", SWITCHES)
 def test_a_switch_is_that_of_its_thread_and_ends_as_it_began(context: Any) -> None:
     """The first thread leaves while the second is inside: what it finds on leaving was not there when it came."""
     asked, entered, left = SWITCHES[context], threading.Event(), threading.Event()
-    seen: list[bool] = []
 
-    def second() -> None:
+    def second() -> list[bool]:
         with context():
             entered.set()
             left.wait(60)
-            seen.append(asked())
-        seen.append(asked())
+            inside = asked()
+        return [inside, asked()]
 
-    thread = threading.Thread(target=second)
-    with context():
-        assert asked() and not in_thread(asked)
+    with ThreadPoolExecutor(1) as pool:
         with context():
+            assert asked() and not in_thread(asked)
+            with context():
+                assert asked()
             assert asked()
-        assert asked()
-        thread.start()
-        entered.wait(60)
-    seen.append(asked())
-    left.set()
-    thread.join()
-    assert seen == [False, True, False] and not asked() and not in_thread(asked)
+            found = pool.submit(second)
+            entered.wait(60)
+        assert not asked()
+        left.set()
+        assert found.result(60) == [True, False]
+    assert not asked() and not in_thread(asked)
 
 
 def test_compiled_code_watches_the_switches_of_its_own_thread() -> None:
@@ -99,17 +80,15 @@ def test_torch_compile_knows_its_functions_after_a_trace() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
-class Waiting(nn.Module):
+def waiting(meanwhile: Callable[[], Any]) -> nn.Module:
     """A model whose forward, while it is traced, lets another thread do something."""
 
-    def __init__(self, meanwhile: Callable[[], Any]) -> None:
-        super().__init__()
-        self.first, self.second, self.meanwhile = nn.Linear(4, 4), nn.Linear(4, 4), meanwhile
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = self.first(x)
-        self.meanwhile()
-        return self.second(x + torch.zeros(x.shape[0], x.shape[1]))
+        meanwhile()
+        return self.second(x + torch.zeros(x.shape[0], x.shape[1]))  # type: ignore[no-any-return]
+
+    return Plain(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
 
 
 def patched() -> list[Any]:
@@ -131,41 +110,33 @@ def test_who_trains_while_another_thread_traces_does_not_notice() -> None:
         seen.append((torch.backends.mha.get_fastpath_enabled(), other[0].weight.grad is not None, float(loss)))
 
     before = patched()
-    model = qat.prepare(Waiting(lambda: in_thread(train)), example_inputs=torch.randn(2, 4))
+    model = qat.prepare(waiting(lambda: in_thread(train)), example_inputs=torch.randn(2, 4))
     assert len(seen) > 1 and all(fast and learned for fast, learned, _ in seen)
     assert {"first", "second"} <= dict(model.named_modules()).keys() and patched() == before
 
 
 def test_models_that_are_prepared_at_once_are_what_they_are_alone() -> None:
-    inside, prepared, before = threading.Event(), [], patched()
-    x = torch.randn(2, 4)
+    inside, before, x = threading.Event(), patched(), torch.randn(2, 4)
 
-    def second() -> None:
-        inside.wait(60)
-        prepared.append(qat.prepare(Waiting(lambda: None), example_inputs=x))
+    def prepared(meanwhile: Callable[[], Any]) -> list[str]:
+        return [name for name, _ in qat.prepare(waiting(meanwhile), example_inputs=x).named_modules()]
 
-    thread = threading.Thread(target=second)
-    thread.start()
-    prepared.append(qat.prepare(Waiting(lambda: inside.set() or thread.join(0.5)), example_inputs=x))
-    thread.join(60)
-    alone = qat.prepare(Waiting(lambda: None), example_inputs=x)
-    names = [[name for name, _ in model.named_modules()] for model in (*prepared, alone)]
-    assert names[0] == names[1] == names[2] and patched() == before
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: inside.wait(60) and prepared(lambda: None))
+        mine = prepared(lambda: inside.set() or wait([other], 0.5))
+        assert mine == other.result(60) == prepared(lambda: None) and patched() == before
 
 
 def test_warnings_that_threads_ignore_at_once_are_heard_again() -> None:
-    entered, before = threading.Event(), list(warnings.filters)
+    before = list(warnings.filters)
 
     def second() -> None:
-        entered.wait(60)
         with warnings_ignored():
             pass
 
-    thread = threading.Thread(target=second)
-    thread.start()
-    with warnings_ignored("nobody says this"):
-        entered.set()
-        thread.join(0.5)  # it waits
-        assert thread.is_alive()
-    thread.join(60)
+    with ThreadPoolExecutor(1) as pool:
+        with warnings_ignored("nobody says this"):
+            found = pool.submit(second)
+            assert wait([found], 0.5).not_done  # it waits
+        found.result(60)
     assert list(warnings.filters) == before

@@ -1,4 +1,4 @@
-"""Run by test_triton_chains.py where Triton interprets: kernels, then the engine. Prints how often it compared."""
+"""Run by test_triton.py where Triton interprets: kernels, chains, the engine. Prints how often it compared each."""
 
 import copy
 import itertools
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat import kernels
 from qat.codes.operators.add import _add_quantize_backward
 from qat.codes.operators.norm import _norm_quantize_backward, sizes_of
-from qat.kernels import dispatch
-from qat.kernels.triton import chains
+from qat.functional.lsq import LSQFunction, LSQPlusFunction
+from qat.kernels import dispatch, plain_formulas
+from qat.kernels.triton import chains, quantizers
 
 CLIPS = ((-math.inf, math.inf), (0.0, math.inf), (0.0, 6.0))
 SHAPES = (
@@ -24,6 +24,42 @@ SHAPES = (
     ((70, 20), False),
 )
 PARTS = ((True, True), (True, False), (False, False))
+
+
+QUANTIZED = (((5,), False), ((3, 700), False), ((3, 700), True), ((4, 3, 5, 9), True), ((2, 8, 6, 7), False))
+"""A shape, and whether each row has a scale."""
+ODD = [0.625, math.nan, math.inf, -math.inf, 0.125, 0.375]
+
+
+def compare_quantizer(x: Tensor, grad: Tensor, scale: Tensor, zero: Tensor | None, low: int, high: int) -> None:
+    assert quantizers.applies(x, scale, zero)
+    leaves = [each.detach().clone().requires_grad_() for each in (x, scale, zero) if each is not None]
+    with plain_formulas():
+        y = (LSQFunction if zero is None else LSQPlusFunction).apply(*leaves, low, high, 1.0)
+        wanted = torch.autograd.grad(y, leaves, grad)
+    kernels, given = quantizers.TritonKernels, (x, scale, zero, low, high)
+    got, grads = kernels.quantize(*given), kernels.gradients(grad, *given)
+    close_to = 2**-7 if x.dtype is torch.bfloat16 else 0  # the interpreter cuts digits off, where devices round
+    torch.testing.assert_close(got, y, rtol=close_to, atol=0, equal_nan=True)
+    assert got.stride() == x.stride()
+    assert torch.equal(grads[0], wanted[0]) and grads[0].dtype is x.dtype
+    for one, other in zip(grads[1:], wanted[1:], strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3, equal_nan=True)
+    assert kernels.gradients(grad, *given, (False, True, True))[0] is None
+
+
+def compare_quantizers() -> int:
+    tried = 0
+    for dtype, (shape, per_row) in itertools.product((torch.float32, torch.bfloat16, torch.float16), QUANTIZED):
+        zeros = (None,) if per_row else (None, torch.tensor(3.4), torch.tensor(math.nan))
+        for zero, (low, high) in itertools.product(zeros, ((-8, 7), (0, 255), (-(2**30), 2**30))):
+            x, grad = (torch.randn(shape) * 9).to(dtype), torch.randn(shape).to(dtype)
+            x.view(-1)[:5] = torch.tensor(ODD[1:] if len(shape) > 1 else ODD[:5]).to(dtype)
+            x = x.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else x
+            rows = (shape[0], *[1] * (len(shape) - 1))
+            compare_quantizer(x, grad, torch.rand(rows) + 0.25 if per_row else torch.tensor(0.25), zero, low, high)
+            tried += 1
+    return tried
 
 
 def drawn(shape: tuple[int, ...], last: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -134,7 +170,7 @@ def compare_engine(layout: torch.memory_format, bits: int) -> None:
     optimizers = [torch.optim.SGD(each.parameters(), 0.05) for each in pair]
     for _ in range(3):
         loss = F.cross_entropy(pair[0](x), labels)
-        with kernels.plain_formulas():
+        with plain_formulas():
             plain = F.cross_entropy(pair[1](x), labels)
             plain.backward()
         loss.backward()
@@ -153,7 +189,7 @@ def compare_engine(layout: torch.memory_format, bits: int) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    tried = 0
+    quantized, tried = compare_quantizers(), 0
     cases = list(itertools.product((torch.float32, torch.bfloat16), SHAPES, CLIPS, (True, False)))
     for dtype, (shape, last), clip, affine in cases[::3]:  # the interpreter is slow; 3 and 2 share no factor
         y, grad = drawn(shape, last, dtype)
@@ -170,7 +206,7 @@ def main() -> None:
         compare_engine(layout, bits)
         tried += 1
     assert launched.count(kernel) > 12 and len({*launched}) == 2
-    print(tried)
+    print(quantized, tried)
 
 
 if __name__ == "__main__":  # pytest imports every file for its doctests

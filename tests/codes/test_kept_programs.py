@@ -5,6 +5,7 @@ import logging
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -16,7 +17,8 @@ from qat.codes import evaluating
 from qat.codes.graph import UNSETTLED
 from qat.export import verify_onnx
 from qat.kernels.cpu.compiler import library
-from tests.integers.test_evaluating import plainly, prepared
+from tests.codes.test_evaluating import of_float, plainly, prepared, program_of
+from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plainly without the C kernels")
 
@@ -43,17 +45,20 @@ def test_a_model_that_changes_at_every_forward_is_not_translated_each_time(
         assert caplog.messages == [f"evaluation runs operation by operation: {UNSETTLED}"]
         model(x)
         model(x)
-    assert len(made) == 4 and model._engine_state.evaluator.program is not None
+    assert len(made) == 4 and program_of(model) is not None
 
 
 def test_nan_in_every_batch_is_not_tried_each_time(caplog: pytest.LogCaptureFixture) -> None:
     """Point 13: every batch ran twice, on integers up to the NaN and then plainly."""
     model, x = prepared()
+    spoilt = x.clone()
+    spoilt[0, 0, 0, 0] = torch.nan
     with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
         model(x)
         for _ in range(4):
-            assert model(x * torch.nan).isnan().any()
-        assert model._engine_state.evaluator.program is None
+            found = model(spoilt)
+            assert found[0].isnan().any() and torch.equal(found.isnan(), plainly(model, spoilt).isnan())
+        assert program_of(model) is None
     assert [message for message in caplog.messages if "NaN" in message] == [
         "evaluation runs operation by operation: its integer program fails ('input_quantizer' is given NaN, which no"
         " integer stands for)"
@@ -69,7 +74,7 @@ def test_another_default_dtype_changes_nothing() -> None:
             y = model(x)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert model._engine_state.evaluator.program is not None
+    assert program_of(model) is not None
     assert torch.equal(y, plainly(model, x))
 
 
@@ -81,30 +86,20 @@ class Found:
     features: Tensor
 
 
-class WithFound(nn.Module):
-    """A model that returns one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Found:
-        features = self.conv(x).relu()
-        return Found(self.head(features.mean((2, 3))), features)
+def two_results(self: Any, x: Tensor) -> Found:
+    features = self.conv(x).relu()
+    return Found(self.head(features.mean((2, 3))), features)
 
 
 def test_a_dataclass_of_results_is_evaluated_on_integers_copied_and_exported(tmp_path: Path) -> None:
     """Point 45: "Boolean value of Tensor with more than one value is ambiguous" ended it; its file was refused."""
     x = torch.randn(4, 3, 8, 8)
-    model = qat.prepare(WithFound(), example_inputs=x)
-    qat.calibrate(model, [x])
-    model.eval()
+    model = of_float(Plain(two_results, conv=nn.Conv2d(3, 4, 3), head=nn.Linear(4, 2)), x)
     stored = pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         for each in (model, stored, copy.deepcopy(model)):
             found = each(x)
-            assert type(found) is Found and each._engine_state.evaluator.program is not None
+            assert type(found) is Found and program_of(each) is not None
             assert torch.equal(found.scores, plainly(model, x).scores)
     qat.export_onnx(model, tmp_path / "model.onnx", x)
     assert [end.name for end in onnx.load(tmp_path / "model.onnx").graph.output] == ["scores", "features"]
@@ -114,19 +109,11 @@ def test_a_dataclass_of_results_is_evaluated_on_integers_copied_and_exported(tmp
 def test_a_forward_that_draws_in_evaluation_draws_the_same_the_first_time(caplog: pytest.LogCaptureFixture) -> None:
     """Point 23, Monte Carlo dropout: the self-check drew too, and took other draws for an error."""
 
-    class Draws(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+    def draws(self: Any, x: Tensor) -> Tensor:
+        return self.b(nn.functional.dropout(self.a(x).relu(), 0.3, training=True))  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(nn.functional.dropout(self.a(x).relu(), 0.3, training=True))
-
-    x = torch.randn(32, 8)
-    model = qat.prepare(Draws(), example_inputs=x)
-    qat.calibrate(model, [x])
-    model.eval()
-    seen = []
+    x, seen = torch.randn(32, 8), []
+    model = of_float(Plain(draws, a=nn.Linear(8, 16), b=nn.Linear(16, 3)), x)
     with torch.no_grad():
         for _ in range(2):
             torch.manual_seed(0)
