@@ -26,16 +26,13 @@ inf = math.inf
 X = (-3.7, -2.5, -2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.3, 0.5, 0.6, 1.0, 1.25, 1.5, 2.5, 4.0, 7.25)
 
 
-@pytest.mark.parametrize(
-    ("call", "expected", "slopes"),
-    [
-        (sign_ste, (-1, -1, 1, 1, 1), (0, 1, 1, 1, 0)),
-        (ternary_sign_ste, (-1, -1, 0, 0, 1), (0, 1, 1, 1, 0)),
-        (lambda x: ternary_sign_ste(x, 0.0), (-1, -1, 0, 1, 1), (0, 1, 1, 1, 0)),
-        (lambda x: ternary_sign_ste(x, 2.0), (0, 0, 0, 0, 0), (0, 1, 1, 1, 0)),
-        (lambda x: clamp_ste(x, -1, 0.5), (-1, -1, 0, 0.5, 0.5), (0, 1, 1, 1, 0)),
-    ],
-)
+@pytest.mark.parametrize(("call", "expected", "slopes"), [
+    (sign_ste, (-1, -1, 1, 1, 1), (0, 1, 1, 1, 0)),
+    (ternary_sign_ste, (-1, -1, 0, 0, 1), (0, 1, 1, 1, 0)),
+    (lambda x: ternary_sign_ste(x, 0.0), (-1, -1, 0, 1, 1), (0, 1, 1, 1, 0)),
+    (lambda x: ternary_sign_ste(x, 2.0), (0, 0, 0, 0, 0), (0, 1, 1, 1, 0)),
+    (lambda x: clamp_ste(x, -1, 0.5), (-1, -1, 0, 0.5, 0.5), (0, 1, 1, 1, 0)),
+])  # fmt: skip
 def test_defaults_and_thresholds_that_are_numbers(call, expected, slopes):
     x = leaf([-1.5, -1.0, 0.0, 0.5, 1.5])
     y = call(x)
@@ -43,9 +40,12 @@ def test_defaults_and_thresholds_that_are_numbers(call, expected, slopes):
     assert (y.tolist(), x.grad.tolist()) == (list(expected), list(slopes))
 
 
-@pytest.mark.parametrize(
-    ("function", "value"), [(error_decay_sign, 0.4), (soft_round, 5.0), (dsq_round, 0.2), (ternary_sign_ste, 0.6)]
-)
+@pytest.mark.parametrize(("function", "value"), [
+    (error_decay_sign, 0.4),
+    (soft_round, 5.0),
+    (dsq_round, 0.2),
+    (ternary_sign_ste, 0.6),
+])  # fmt: skip
 def test_a_parameter_may_be_a_number(function, value):
     x, parameter = leaf(X), torch.tensor(value, dtype=torch.float64)
     y, expected = function(x, value), function(x, parameter)
@@ -180,11 +180,10 @@ def test_dsq_near_the_ends_of_alpha():
 
 
 @pytest.mark.parametrize(("progress", "v"), [(0.37, -9.0), (0.5, -9.0), (0.5, 9.0), (1.0, -1.5), (1.0, 0.3)])
-@pytest.mark.parametrize(
-    "estimator",
-    [error_decay_sign, lambda x, progress: binary_quantize(x, None, "error_decay", progress)],
-    ids=["error_decay_sign", "binary_quantize"],
-)
+@pytest.mark.parametrize("estimator", [
+    error_decay_sign,
+    lambda x, progress: binary_quantize(x, None, "error_decay", progress),
+], ids=["error_decay_sign", "binary_quantize"])  # fmt: skip
 def test_the_error_decay_keeps_its_digits_in_the_tails_of_float32(estimator, progress, v):
     """1 - tanh(z)^2 as a difference has none left: half a digit at z = 9, then 0."""
     x = torch.tensor([v], requires_grad=True)

@@ -1,6 +1,7 @@
 """What tests of `prepare` share: a small residual net, names of quantizers, and the comparison with the float model."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -53,8 +54,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 class Plain(nn.Module):
     """A model whose forward is a function of itself and its inputs, for what fits no ready module.
 
-    It holds copies of its parts, with parameters of its own that are always the same.
+    It holds copies of its parts, with parameters of its own that are always the same. With other inputs than x its
+    class is one of its own, whose forward has their names.
     """
+
+    def __new__(cls, forward: Callable[..., Any] | None = None, **parts: Any) -> Any:
+        own = forward is not None and inspect.getfullargspec(forward).args[1:] != ["x"]
+        return super().__new__(type(cls.__name__, (cls,), {"forward": forward}) if own else cls)
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()

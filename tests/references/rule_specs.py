@@ -3,6 +3,8 @@
 WEIGHTS and ACTIVATIONS are the table; the functions below make quantizers, layers and a small model of its rows.
 """
 
+import copy
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -213,7 +215,15 @@ def new(role: Role, spec: QuantSpec, device: str | None = None) -> Quantizer:
 
 def fitted(role: Role, spec: QuantSpec, x: Tensor | None = None) -> Quantizer:
     """A quantizer calibrated on x (default: `tensor_of`), as layers and `qat.calibrate` do it."""
-    x = tensor_of(role, spec) if x is None else x
+    return copy.deepcopy(_fitted(role, spec)) if x is None else _fit(role, spec, x)
+
+
+@functools.cache
+def _fitted(role: Role, spec: QuantSpec) -> Quantizer:
+    return _fit(role, spec, tensor_of(role, spec))
+
+
+def _fit(role: Role, spec: QuantSpec, x: Tensor) -> Quantizer:
     if role == "weight":
         quantizer = create_quantizer(spec, role, scale_shape(spec, tuple(x.shape)))
         quantizer.fit(as_rows(x, spec), x.numel())
