@@ -154,9 +154,6 @@ def test_pact_is_the_integer_grid_that_gets_exported():
     assert torch.equal(pact_quantize(x, alpha, 8), codes * scale)
 
 
-# DoReFa, APoT
-
-
 @pytest.mark.parametrize("bits", [1, 2, 8])
 @pytest.mark.parametrize("smallest", [0.0, 1e-310])
 def test_dorefa_of_nothing_is_finite(bits, smallest):
@@ -181,9 +178,6 @@ def test_dorefa_and_normalization_take_several_channel_axes():
         same(alone, weight if bits == 1 else torch.sign(weight))
     assert not normalize_weight(weight, channel_axis=(0, 1, 2)).any()
     assert normalize_weight(torch.tensor(3.0)).item() == 0.0
-
-
-# Powers of two
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,9 +205,6 @@ def test_powers_of_two_do_not_overflow(dtype, rounding):
     highest = 2.0 ** (math.frexp(largest)[1] - 1)
     assert y.tolist() == [highest] * 2
     assert scale.grad.tolist() == torch.tensor([highest / largest, 0.0], dtype=dtype).tolist()
-
-
-# Learned bit widths
 
 
 @pytest.mark.parametrize(("bits", "signed", "levels"), [

@@ -109,9 +109,6 @@ def test_apot_levels_are_those_of_the_paper(m):
         assert list(apot_levels(m)) == APOT_LEVELS[m]
 
 
-# torch's fake-quantize ops
-
-
 @pytest.mark.parametrize(("qmin", "qmax", "zero_point"), [(0, 15, 0), (0, 15, 3), (-8, 7, 0), (-128, 127, 5)])
 def test_gradients_equal_torchs_learnable_op(qmin, qmax, zero_point):
     """Zero points >= 0, where its backward is right; not within half a step of a bound, where the masks differ."""

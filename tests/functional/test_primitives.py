@@ -93,9 +93,6 @@ def test_positive_scale_is_positive_and_finite_and_learns_back(dtype):
     assert raw.grad.tolist() == [2.0, 0.0, 0.0, 0.0, 2.0, 0.0, 2.0, 2.0]
 
 
-# EWGS
-
-
 def test_ewgs_differentiated_by_the_gradient_gives_the_bracket_and_one_at_zero():
     x, grad = leaf([0.25, 0.25, 0.25]), leaf([3.0, -3.0, 0.0])
     (grad_x,) = torch.autograd.grad(ewgs_round(x, 0.5), x, grad, create_graph=True)
@@ -112,9 +109,6 @@ def test_ewgs_before_lsq_is_ewgs_of_that_grid():
     expected = grad * (1 + delta * np.sign(grad) * (v - np.rint(v))) * ((v >= -8) & (v <= 7))
     np.testing.assert_allclose(to_x.numpy(), expected, **proof.TIGHT)
     assert to_scale == gradients(lsq_quantize(x, plain, -8, 7), plain)[0]
-
-
-# Soft steps
 
 
 def soft_reference(x: np.ndarray, temperature: float) -> np.ndarray:
@@ -191,9 +185,6 @@ def test_the_error_decay_keeps_its_digits_in_the_tails_of_float32(estimator, pro
     t = 0.1 * 10 ** (2 * progress)
     expected = max(1 / t, 1) * t / math.cosh(t * v) ** 2
     assert x.grad.item() == pytest.approx(expected, rel=2e-5)
-
-
-# Stochastic rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

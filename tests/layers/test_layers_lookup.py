@@ -91,9 +91,7 @@ def test_embedding_is_torchs_on_a_quantized_table(spec: str, options: dict[str, 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("spec", [*SPECS, "minmax"])
 @pytest.mark.parametrize("flat", [False, True])
-def test_embedding_bag_is_torchs_on_a_quantized_table(
-    spec: str, options: dict[str, Any], mode: Any, flat: bool
-) -> None:
+def test_embedding_bag_is_torchs_on_a_quantized_table(spec, options, mode, flat):
     if mode == "max" and "scale_grad_by_freq" in options:
         options = {name: value for name, value in options.items() if name != "scale_grad_by_freq"}
     torch.manual_seed(0)

@@ -149,9 +149,6 @@ def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
     torch.testing.assert_close(quantized, layer.weight, rtol=0, atol=layer.weight_quantizer.scale.max().item() * 0.501)
 
 
-# Bilinear layers
-
-
 def test_sums_beyond_float32_are_exact() -> None:
     """The sum of 1024 products of three 8-bit integers exceeds float32's 24 bits and int32's 31."""
     torch.manual_seed(0)
@@ -174,9 +171,6 @@ def test_without_two_integer_grids_it_is_evaluated_as_trained() -> None:
     assert not torch.equal(layer.eval()(*inputs, **grids), trained)
     for name, grid in grids.items():
         assert torch.equal(layer(*inputs, **{name: grid}), trained)
-
-
-# The integers of a layer
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(granularity="group", group_size=1), QuantSpec(bits=4, rule="apot")])

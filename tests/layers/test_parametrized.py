@@ -76,16 +76,6 @@ def test_spectral_norm_iterates_in_training_as_the_float_layers_does() -> None:
     torch.testing.assert_close(model.state_dict()[key], net.state_dict()[key])
 
 
-def test_a_parametrised_weight_that_a_function_reads_is_quantized_there() -> None:
-    torch.manual_seed(0)
-    x = draw(4, 8)
-    net = Plain(lambda self, x: F.linear(x, self.l.weight, self.l.bias), l=weight_norm(nn.Linear(8, 8))).eval()
-    model = qat.prepare(net, example_inputs=x)
-    assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 1
-    assert_computes_as(net, model, x)
-    assert_close_to_float(net, model, x)
-
-
 def test_tied_weights_stay_tied() -> None:
     torch.manual_seed(0)
     net = Plain(
@@ -103,14 +93,6 @@ def test_tied_weights_stay_tied() -> None:
     # Gradients of both uses add up in the one parameter; an optimizer sees it once.
     floats = [p for name, p in model.named_parameters() if "quantizer" not in name]
     assert len(floats) == 3
-
-
-def test_a_weight_tied_to_an_embedding_that_a_function_reads() -> None:
-    net = Plain(lambda self, ids: F.linear(self.embed(ids), self.embed.weight), embed=nn.Embedding(10, 8)).eval()
-    ids = torch.randint(0, 10, (2, 5))
-    model = qat.prepare(net, example_inputs=ids)
-    assert_computes_as(net, model, ids)
-    assert_close_to_float(net, model, ids)
 
 
 def test_a_layer_that_is_called_twice_has_one_weight_grid_and_a_grid_for_each_input() -> None:

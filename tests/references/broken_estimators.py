@@ -126,23 +126,31 @@ DensifiesItsOutput = broken(
 WritesIntoX = broken("WritesIntoX", forward=lambda x, scale: x.copy_(Right.forward(x, scale)).clone())
 
 
-class AsksNobody(Right):
-    """Computes both gradients whatever is needed."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        found = parts(ctx)
-        return torch.where(found.inside, grad, 0), summed(grad * found.slope, found.scale)
-
-
-class BranchesOnTheData(Right):
-    """Python's `if` on a tensor, in the backward pass."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if parts(ctx).inside.all():
-            return grad if ctx.needs_input_grad[0] else None, Right.backward(ctx, grad)[1]
-        return Right.backward(ctx, grad)
+# Computes both gradients whatever is needed.
+AsksNobody = broken(
+    "AsksNobody",
+    backward=lambda ctx, grad: (torch.where((p := parts(ctx)).inside, grad, 0), summed(grad * p.slope, p.scale)),
+)
+# Python's `if` on a tensor, in the backward pass.
+BranchesOnTheData = broken(
+    "BranchesOnTheData",
+    backward=lambda ctx, grad: (
+        MissingMask.backward(ctx, grad) if parts(ctx).inside.all() else Right.backward(ctx, grad)
+    ),
+)
+# A guard over the whole tensor: one NaN, and every gradient is NaN.
+DisturbsItsNeighbours = broken(
+    "DisturbsItsNeighbours", backward=of_x(lambda grad, p: torch.where(p.inside, grad, 0) + 0 * p.x.sum().detach())
+)
+# A mean where the rule says a sum, made good by the number of elements: 0 / 0 for none.
+AveragesTheGradient = broken(
+    "AveragesTheGradient",
+    backward=of_scale(
+        lambda grad, p: (
+            summed(grad * p.slope, p.scale) / (n := torch.tensor(float(grad.numel()), device=grad.device)) * n
+        )
+    ),
+)
 
 
 class ReadsTheScale(Right):
@@ -153,25 +161,6 @@ class ReadsTheScale(Right):
         if scale.amin().item() <= 0:
             raise ValueError("scale must be positive")
         return Right.forward(x, scale)
-
-
-class DisturbsItsNeighbours(Right):
-    """A guard over the whole tensor: one NaN, and every gradient is NaN."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        grad_x, grad_scale = Right.backward(ctx, grad)
-        return None if grad_x is None else grad_x + 0 * ctx.saved_tensors[0].sum().detach(), grad_scale
-
-
-class AveragesTheGradient(Right):
-    """A mean where the rule says a sum, made good by the number of elements: 0 / 0 for none."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        grad_x, grad_scale = Right.backward(ctx, grad)
-        count = torch.tensor(float(grad.numel()), device=grad.device)
-        return grad_x, None if grad_scale is None else grad_scale / count * count
 
 
 class WrongTangent(Right):

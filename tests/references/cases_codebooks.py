@@ -52,9 +52,6 @@ def own_scales(channel_axis: reference.ChannelAxis) -> dict[str, str]:
 UNBOUNDED = {"outside": "nothing is clipped: the gradient passes everywhere"}
 
 
-# DoReFa
-
-
 def dorefa_surrogate(w: Tensor, bits: int, channel_axis: reference.ChannelAxis) -> Tensor:
     axes = reduced(w, channel_axis)
     if bits == 1:
@@ -98,9 +95,6 @@ def normalize_case(channel_axis: reference.ChannelAxis) -> Case:
                 reference=lambda w: reference.normalize(w, channel_axis),
                 reference_gradient=lambda grad, w: reference.normalize_gradients(w, grad, channel_axis),
                 elementwise=False, excused=excused)  # fmt: skip
-
-
-# Binary and ternary
 
 
 def binary_surrogate(w: Tensor, progress: Tensor | None, gradient: str, channel_axis: reference.ChannelAxis) -> Tensor:
@@ -190,9 +184,6 @@ def dorefa_activation_case(bits: int) -> Case:
                 rule=rule, levels=2**bits)  # fmt: skip
 
 
-# APoT
-
-
 def rounded_between(x: Tensor, scale: Tensor, v: Tensor, bounded: Tensor, level: Tensor) -> Tensor:
     """scale * level with LSQ's gradient: within the bounds x plus a constant residual times the scale."""
     return torch.where(v == bounded, x + scale * (level - v), scale * level)
@@ -221,9 +212,6 @@ def apot_case(bits: int, signed: bool) -> Case:
                 levels=2**bits - 1 if signed else 2**bits)  # fmt: skip
 
 
-# N2UQ
-
-
 def n2uq_surrogate(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: int) -> Tensor:
     """The level, with the gradient of the line through the points (knot k, level k)."""
     knots = start + torch.cat([widths.new_zeros(1), widths.cumsum(0)])
@@ -245,9 +233,6 @@ def n2uq_case(qmin: int) -> Case:
                 reference_gradient=lambda grad, *inputs: reference.n2uq_gradients(*inputs, grad, qmin), levels=5,
                 excused={"idempotent": "input thresholds and output levels are independent of each other",
                          "zero": "the learned thresholds decide which level 0 falls to"})  # fmt: skip
-
-
-# Floats
 
 
 def float_points(name: str) -> list[float]:
