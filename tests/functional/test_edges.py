@@ -52,7 +52,7 @@ def test_binary_gradients_of_values_that_are_not_finite(gradient, progress, expe
     same(torch.tensor(got), expected)
 
 
-def test_ternary_threshold_is_exclusive_and_the_scale_that_of_the_kept():
+def test_ternary_threshold_is_exclusive():
     """Mean 2.5, threshold 1.75: 1.75 itself becomes 0; kept are 4 and 3.5."""
     weight = torch.tensor([[4.0, -3.5, 1.75, 0.75], [0.0, -0.0, 0.0, 0.0], [-2.0, -2.0, 2.0, 2.0]], dtype=torch.float64)
     scale, threshold = ternary_scale(weight)
@@ -122,7 +122,7 @@ def test_mx_takes_short_axes_scalars_and_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*FLOAT_FORMATS, "int8"])
-def test_mx_stays_finite_beside_infinity_and_loses_a_block_to_nan(name, dtype):
+def test_mx_is_finite_beside_infinity_and_loses_a_block_to_nan(name, dtype):
     x = leaf([[INF, 1.0, -INF, 0.0], [1.0, NAN, 0.0, 2.0], [0.0, -0.0, 0.0, 0.0], [1.0, 1.0, -1.0, 0.0]], dtype)
     y = mx_quantize(x, name)
     assert y[0].isfinite().all() and y[0, 0] == -y[0, 2] and y[0, 0] > torch.finfo(torch.float16).max / 2
@@ -136,7 +136,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("bound", [0.1, 0.7, 5.3])
 @pytest.mark.parametrize("bits", [2, 4, 7, 8, 16])
-def test_a_value_on_the_bound_is_inside_whatever_the_step_rounds_to(bound, bits):
+def test_a_value_on_the_bound_is_inside(bound, bits):
     """In float32 alpha / (alpha / n) may come out on either side of n."""
     x, alpha = leaf([bound], torch.float32), leaf(bound, torch.float32)
     pact_quantize(x, alpha, bits).sum().backward()
@@ -144,14 +144,6 @@ def test_a_value_on_the_bound_is_inside_whatever_the_step_rounds_to(bound, bits)
     x = leaf([bound, -bound], torch.float32)
     learned_bits_quantize(x, torch.tensor(bound), torch.tensor(float(bits))).sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
-
-
-def test_pact_is_the_integer_grid_that_gets_exported():
-    """The integers that ONNX makes of x with the scale alpha / n, and the values that it makes of them."""
-    x, alpha = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 5, torch.tensor(4.1)
-    scale = alpha / 255
-    codes = torch.clamp(torch.round(x / scale), 0, 255)
-    assert torch.equal(pact_quantize(x, alpha, 8), codes * scale)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 8])

@@ -101,7 +101,7 @@ def test_nothing_but_delta_changes():
     assert not model.quantizer._forward_hooks and model.training
 
 
-def test_a_prepared_model_gets_a_delta_everywhere_and_the_gradient_follows_it():
+def test_a_prepared_model_gets_a_delta_that_gradients_follow():
     model = specs.prepared(weight("lsq", 3, HESSIAN), activation("lsq", 4, HESSIAN))
     loss = lambda model, batch: nn.functional.cross_entropy(model(batch), specs.LABELS)  # noqa: E731
     loss(model, specs.images()).backward()

@@ -137,7 +137,7 @@ def test_gradients_equal_torchs_learnable_op(qmin, qmax, zero_point):
         torch.testing.assert_close(grad_step, expected[2], rtol=1e-4, atol=1e-6)
 
 
-def test_fake_quantize_has_the_gradient_of_torchs_except_within_half_a_step_of_a_bound():
+def test_fake_quantize_has_torchs_gradient_but_beside_a_bound():
     """There torch masks the rounded value, ours the value itself: 11.25 and -4.25 round to a bound."""
     x = torch.tensor([-9.0, -4.6, -4.25, -2.9, -0.5, 0.3, 2.5, 10.9, 11.25, 12.7, 50.0], requires_grad=True)
     y = fake_quantize(x, torch.tensor(1.0), torch.tensor(4), 0, 15)

@@ -113,9 +113,7 @@ def says(detail: str, message: str) -> bool:
 
 @pytest.mark.parametrize(("function", "failing", "check", "message"), CAUGHT, ids=[each[0].__name__ for each in CAUGHT])
 def test_mistakes_are_caught_where_they_belong(function, failing, check, message):
-    claims: dict[Any, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-        broken.SavesItsSlope: (clipped, (X,)),
-    }
+    claims: dict[Any, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {broken.SavesItsSlope: (clipped, (X,))}
     surrogate, inputs = claims.get(function, (lsq_surrogate, (X, number(0.5))))
     broadcast = range(1, len(inputs))
     report = ste_gradcheck(
@@ -168,10 +166,8 @@ def test_the_report_is_a_table() -> None:
     def rounded(x: Tensor) -> Tensor:
         return round_ste(x)
 
-    report = ste_gradcheck(
-        rounded, lambda x: 3 * x, (X[3:],), checks=["gradient", "meta", "broadcast", "empty"], skip=["empty"],
-        raise_exception=False,
-    )  # fmt: skip
+    report = ste_gradcheck(rounded, lambda x: 3 * x, (X[3:],), checks=["gradient", "meta", "broadcast", "empty"],
+                           skip=["empty"], raise_exception=False)  # fmt: skip
     assert str(report) == (
         "rounded: 4 checks, 1 failed\n"
         "  gradient   FAILED   d y[0] / d slot 0 at [0], where x = -4.5: got 1, expected 3\n"

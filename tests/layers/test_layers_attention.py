@@ -189,7 +189,7 @@ def test_rows_masked_entirely_keep_gradients_finite() -> None:
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def test_attend_is_scaled_dot_product_attention_without_quantizers() -> None:
+def test_attend_without_quantizers_is_torchs_attention() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(N, 2, L, 8), torch.randn(N, 2, S, 8), torch.randn(N, 2, S, 5)
     mask = torch.where(EARLIER, -torch.inf, 0.0)

@@ -179,7 +179,7 @@ def test_calibration_sees_weights_that_changed() -> None:
         torch.testing.assert_close(twin.get_submodule(name).weight_quantizer.scale, 2 * scale)
 
 
-def test_reset_parameters_draws_as_torch_and_leaves_the_quantizers() -> None:
+def test_reset_parameters_leaves_the_quantizers() -> None:
     layer, twin = nn.GRU(4, 6), QuantGRU(4, 6)
     grids = {name: value.clone() for name, value in twin.state_dict().items() if "product" in name}
     for module in (layer, twin):

@@ -48,7 +48,7 @@ PARAMETRIZED: dict[str, tuple[Callable[[nn.Module], nn.Module], type[nn.Module]]
 
 
 @pytest.mark.parametrize("case", PARAMETRIZED)
-def test_parametrised_layers_are_quantized_and_keep_their_parametrisation(case: str) -> None:
+def test_parametrised_layers_keep_their_parametrisation(case: str) -> None:
     torch.manual_seed(0)
     parametrise, kind = PARAMETRIZED[case]
     layer = nn.Conv2d(3, 4, 3) if kind is nn.Conv2d else nn.Linear(8, 8)
@@ -64,7 +64,7 @@ def test_parametrised_layers_are_quantized_and_keep_their_parametrisation(case: 
     assert state == set(net.state_dict())
 
 
-def test_spectral_norm_iterates_in_training_as_the_float_layers_does() -> None:
+def test_spectral_norm_iterates_in_training_as_in_float() -> None:
     torch.manual_seed(0)
     net = Plain(lambda self, x: self.layer(x), layer=spectral_norm(nn.Linear(8, 8)))
     model = qat.prepare(net, example_inputs=draw(4, 8))
@@ -95,7 +95,7 @@ def test_tied_weights_stay_tied() -> None:
     assert len(floats) == 3
 
 
-def test_a_layer_that_is_called_twice_has_one_weight_grid_and_a_grid_for_each_input() -> None:
+def test_a_layer_called_twice_has_a_grid_for_each_input() -> None:
     torch.manual_seed(0)
     net = Plain(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(8, 8)).eval()
     x = draw(4, 8)

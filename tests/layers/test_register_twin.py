@@ -156,7 +156,7 @@ class QuantDoubled(QuantLinear):
         return 2 * super().operate(x, weight, bias)
 
 
-def test_a_twin_that_evaluates_otherwise_than_it_trains_is_refused() -> None:
+def test_a_twin_that_evaluates_otherwise_is_refused() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)

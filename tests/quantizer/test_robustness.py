@@ -264,13 +264,6 @@ def test_infinities_are_clipped(role, spec):
     assert y.isfinite().all() and y[0, 0, 0, 0] == beside.max() and y[0, 0, 0, 1] == beside.min()
 
 
-@pytest.mark.parametrize(("role", "spec"), [specs.QUANTIZERS[name] for name in ("weight apot", "weight apot, groups")])
-def test_apot_keeps_the_size_of_tiny_weights(role, spec):
-    x = tensor_of(role, spec)
-    y, tiny = specs.fitted(role, spec, x)(x), specs.fitted(role, spec, x * 2.0**-24)(x * 2.0**-24) * 2.0**24
-    assert 0.8 < tiny.square().sum() / y.square().sum() < 1.25
-
-
 def test_a_group_size_that_does_not_divide_is_refused():
     spec = dataclasses.replace(specs.WEIGHTS["lsq, groups"], group_size=5)
     sentence = "group_size=5 does not divide the weight's 8 inputs; use 1, 2, 4, 8"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:calibrate. the rule")  # test_ru
 
 
 @every_layer
-def test_evaluation_on_integers_is_the_float_computation_but_for_the_bias(weight_spec, activation_spec):
+def test_evaluation_on_integers_is_float_but_for_the_bias(weight_spec, activation_spec):
     torch.manual_seed(0)
     layer = QuantLinear(8, 6, weight_spec=weight_spec, activation_spec=activation_spec)
     x = torch.randn(40, 8)

@@ -102,7 +102,7 @@ def test_every_option_of_every_rule_acts_or_is_refused(role: Role, rule: str) ->
             assert any(not torch.equal(usual[name], each) for name, each in found.items()), change
 
 
-def test_the_gradient_of_what_is_learned_has_the_factor_unless_a_decay_weighs_against_it() -> None:
+def test_what_is_learned_has_the_factor_unless_it_decays() -> None:
     """Point 57: without it ttq's levels rise per tensor under SGD before they learn."""
     assert weight("ttq", 2).grad_scale == activation("lsq").grad_scale == "sample"
     assert (
@@ -175,7 +175,7 @@ def test_a_layer_refuses_scales_that_its_input_cannot_have(change):
         qat.QuantLinear(8, 3, activation_spec=activation("lsq", 8, change))
 
 
-def test_negative_values_on_a_grid_without_them_are_refused_by_name():
+def test_negative_values_on_a_grid_without_them_are_refused():
     x = torch.tensor([[-1.25, 2.0]])
     for spec in (activation("lsq", 8, specs.FROM_ZERO), activation("learned_bits", 8, specs.FROM_ZERO)):
         model = nn.Sequential(create_quantizer(spec))

@@ -116,7 +116,7 @@ def test_what_is_quantized_stays_as_it_is(role, spec):
 
 
 @every_quantizer
-def test_only_observed_ranges_follow_the_data_and_only_in_training(role, spec):
+def test_only_observed_ranges_follow_data_and_only_in_training(role, spec):
     quantizer = fitted(role, spec)
     before = state_of(quantizer)
     x = (tensor_of(role, spec, seed=1) * 100).requires_grad_()
@@ -218,7 +218,7 @@ def test_an_uncalibrated_quantizer_warns_and_runs(role, spec):
 
 
 @in_groups
-def test_groups_are_the_channels_of_a_weight_with_a_row_for_each_group(role, spec):
+def test_groups_are_channels_of_a_weight_of_more_rows(role, spec):
     x = tensor_of(role, spec)
     rows = x.reshape(12, 4, 3, 3)
     by_group = fitted(role, spec, x)
@@ -307,7 +307,7 @@ def test_a_binary_activation_starts_at_its_mean_magnitude():
 
 
 @quantizers(lambda role, spec: spec.rule == "power_of_two")
-def test_a_power_of_two_covers_the_range_it_is_given_and_not_twice_that(role, spec):
+def test_a_power_of_two_covers_its_range_and_not_twice_that(role, spec):
     spec = dataclasses.replace(spec, init="minmax")
     x = tensor_of(role, spec)
     quantizer = fitted(role, spec, x)
@@ -342,7 +342,7 @@ def test_what_is_off_passes_and_what_is_frozen_keeps_its_state(role: Role, spec:
 
 
 @pytest.mark.parametrize("rule", ["minmax", "ema"])
-def test_frozen_observed_ranges_hold_in_evaluation_and_after_loading(rule: str) -> None:
+def test_frozen_observed_ranges_hold_after_loading_too(rule: str) -> None:
     spec = QuantSpec(rule=rule, granularity="channel")
     quantizer, x = fitted("weight", spec, torch.randn(6, 8)), torch.randn(6, 8)
     quantizer(x)

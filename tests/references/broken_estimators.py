@@ -112,16 +112,14 @@ NarrowArithmetic = broken(
     forward=lambda x, scale: torch.clamp(torch.round(x / scale.to(x.dtype)), QMIN, QMAX) * scale.to(x.dtype),
 )
 ReturnsFloat32 = broken(
-    "ReturnsFloat32",
-    forward=lambda x, scale: Right.forward(x.to(torch.promote_types(x.dtype, torch.float32)), scale),
+    "ReturnsFloat32", forward=lambda x, scale: Right.forward(x.to(torch.promote_types(x.dtype, torch.float32)), scale)
 )
 ForgetsTheDevice = broken(
     "ForgetsTheDevice", forward=lambda x, scale: Right.forward(x, scale) + torch.zeros(x.shape[-1:], dtype=x.dtype)
 )
 NoNaN = broken("NoNaN", forward=lambda x, scale: Right.forward(torch.nan_to_num(x, nan=0.0), scale))
 DensifiesItsOutput = broken(
-    "DensifiesItsOutput",
-    forward=lambda x, scale: Right.forward(x, scale).clone(memory_format=torch.contiguous_format),
+    "DensifiesItsOutput", forward=lambda x, scale: Right.forward(x, scale).clone(memory_format=torch.contiguous_format)
 )
 WritesIntoX = broken("WritesIntoX", forward=lambda x, scale: x.copy_(Right.forward(x, scale)).clone())
 
@@ -134,23 +132,21 @@ AsksNobody = broken(
 # Python's `if` on a tensor, in the backward pass.
 BranchesOnTheData = broken(
     "BranchesOnTheData",
-    backward=lambda ctx, grad: (
-        MissingMask.backward(ctx, grad) if parts(ctx).inside.all() else Right.backward(ctx, grad)
-    ),
+    backward=lambda ctx, grad: (MissingMask if parts(ctx).inside.all() else Right).backward(ctx, grad),
 )
 # A guard over the whole tensor: one NaN, and every gradient is NaN.
 DisturbsItsNeighbours = broken(
     "DisturbsItsNeighbours", backward=of_x(lambda grad, p: torch.where(p.inside, grad, 0) + 0 * p.x.sum().detach())
 )
-# A mean where the rule says a sum, made good by the number of elements: 0 / 0 for none.
-AveragesTheGradient = broken(
-    "AveragesTheGradient",
-    backward=of_scale(
-        lambda grad, p: (
-            summed(grad * p.slope, p.scale) / (n := torch.tensor(float(grad.numel()), device=grad.device)) * n
-        )
-    ),
-)
+
+
+def averaged(grad: Tensor, found: Parts) -> Tensor:
+    """A mean where the rule says a sum, made good by the number of elements: 0 / 0 for none."""
+    count = torch.tensor(float(grad.numel()), device=grad.device)
+    return summed(grad * found.slope, found.scale) / count * count
+
+
+AveragesTheGradient = broken("AveragesTheGradient", backward=of_scale(averaged))
 
 
 class ReadsTheScale(Right):

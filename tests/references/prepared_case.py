@@ -22,11 +22,9 @@ class Block(nn.Module):
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
@@ -36,10 +34,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.pool = nn.MaxPool2d(2)
-        self.block = Block()
-        self.fc = nn.Linear(4, 5)
+        self.stem, self.pool = nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2)
+        self.block, self.fc = Block(), nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(self.pool(F.relu(self.stem(x))))

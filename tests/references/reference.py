@@ -202,10 +202,8 @@ ERROR_DECAY_SIGN = Rule(lambda x, progress: 1.0 if x >= 0 else -1.0, error_decay
 
 def ternary_sign(gradient: str) -> Rule:
     """Three levels; a value at the threshold still gives 0."""
-    return Rule(
-        lambda x, threshold: 0.0 if abs(x) <= threshold else math.copysign(1.0, x),
-        lambda x, threshold: (sign_slope(gradient, x), None),
-    )
+    return Rule(lambda x, threshold: 0.0 if abs(x) <= threshold else math.copysign(1.0, x),
+                lambda x, threshold: (sign_slope(gradient, x), None))  # fmt: skip
 
 
 def positive_scale_slopes(grad: float, scale: float, smallest: float) -> Slopes:
@@ -222,11 +220,9 @@ def ewgs_slope(grad: float, v: float, delta: float) -> float:
 
 
 EWGS_ROUND = Rule(lambda x, delta: rint(x), lambda grad, x, delta: (ewgs_slope(grad, x, delta), None), of_gradient=True)
-EWGS_GRADIENT = Rule(
-    lambda x, scale, delta: x,
-    lambda grad, x, scale, delta: (ewgs_slope(grad, x / scale, delta), None, None),
-    of_gradient=True,
-)
+EWGS_GRADIENT = Rule(lambda x, scale, delta: x,
+                     lambda grad, x, scale, delta: (ewgs_slope(grad, x / scale, delta), None, None),
+                     of_gradient=True)  # fmt: skip
 
 
 def soft_round_value(x: float, temperature: float) -> float:
@@ -262,10 +258,8 @@ DSQ_ROUND = Rule(lambda x, alpha: rint(x), dsq_slopes)
 def pact(bits: int) -> Rule:
     """PACT (arXiv:1805.06085): 2^bits - 1 steps from 0 to a learned clipping value; at x = alpha both slopes are 1."""
     steps = 2**bits - 1
-    return Rule(
-        lambda x, alpha: alpha / steps * rint(min(max(x, 0.0), alpha) * steps / alpha),
-        lambda x, alpha: (within(x, 0.0, alpha), 1.0 if x >= alpha else 0.0),
-    )
+    return Rule(lambda x, alpha: alpha / steps * rint(min(max(x, 0.0), alpha) * steps / alpha),
+                lambda x, alpha: (within(x, 0.0, alpha), 1.0 if x >= alpha else 0.0))  # fmt: skip
 
 
 def learned_bits(signed: bool) -> Rule:

@@ -191,10 +191,8 @@ LAYERS = paired(WEIGHTS, ACTIVATIONS)
 every_layer = pytest.mark.parametrize(("weight_spec", "activation_spec"), LAYERS.values(), ids=LAYERS.keys())
 
 # A recipe takes symmetric weights only, and before its addition a residual branch has negative values.
-MODELS = paired(
-    {name: spec for name, spec in WEIGHTS.items() if spec.symmetric},
-    {name: spec for name, spec in ACTIVATIONS.items() if spec.signed or not spec.symmetric},
-)
+MODELS = paired({name: spec for name, spec in WEIGHTS.items() if spec.symmetric},
+                {name: spec for name, spec in ACTIVATIONS.items() if spec.signed or not spec.symmetric})  # fmt: skip
 every_model = pytest.mark.parametrize(("weight_spec", "activation_spec"), MODELS.values(), ids=MODELS.keys())
 
 
