@@ -1,18 +1,30 @@
-"""Which answers verification calls equal: classes, values within a tolerance, integers; never an empty comparison."""
+"""Which answers of a file are the model's: classes, values, integers; near-ties explain others, or another function."""
 
+import copy
 import math
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import qat
+from qat.export import Differences, compare_layers, explain_differences
+from qat.export import exporter as exporter_module
 from qat.export.agreement import TOLERANCE, judge
+from qat.quantizer import create_quantizer
+from qat.training.run.proof import prove
+from tests.export.test_export_layers import quantized
+from tests.references.prepared_case import Plain
 
 VALUES = torch.linspace(-1, 3, 200)
 
 
 @pytest.mark.parametrize("shape", [(200,), (200, 1), (2, 1, 10, 10), (100, 1, 2)])
-def test_values_without_classes_are_equal_within_a_share_of_their_range(shape: tuple[int, ...]) -> None:
+def test_values_are_equal_within_a_share_of_their_range(shape: tuple[int, ...]) -> None:
     ours = VALUES.reshape(shape)
     assert judge([([ours], [ours + 0.99 * TOLERANCE * 4], None)]).agreement == 1.0
     assert judge([([ours], [ours + 1.01 * TOLERANCE * 4], None)]).agreement == 0.0
@@ -77,14 +89,11 @@ def test_a_batch_without_detections_is_skipped() -> None:
     assert (found.samples, found.agreement) == (4, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("output", "labels"),
-    [
-        (torch.randn(4, 1), torch.zeros(4)),  # the arg max of one value is always 0
-        (torch.eye(4), torch.eye(4)),  # soft labels
-        (torch.randn(4), torch.zeros(4)),
-    ],
-)
+@pytest.mark.parametrize(("output", "labels"), [
+    (torch.randn(4, 1), torch.zeros(4)),  # the arg max of one value is always 0
+    (torch.eye(4), torch.eye(4)),  # soft labels
+    (torch.randn(4), torch.zeros(4)),
+])  # fmt: skip
 def test_without_labels_of_classes_there_is_no_accuracy(output: Tensor, labels: Tensor) -> None:
     found = judge([([output], [output], labels)])
     assert found.torch_top1 is None and found.onnx_top1 is None
@@ -94,3 +103,216 @@ def test_labels_of_pixels_count() -> None:
     logits = torch.eye(3).reshape(1, 3, 3, 1)
     labels = torch.tensor([0, 1, 0]).reshape(1, 3, 1)
     assert judge([([logits], [logits], labels)]).torch_top1 == pytest.approx(200 / 3)
+
+
+torch.manual_seed(0)  # whatever was collected before: some weights hide what is wrong
+
+PIXELS = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()]
+FEATURES = [*PIXELS, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+ENDS = {
+    "classes": [*FEATURES, nn.Linear(8, 10)],
+    "image": [*PIXELS, nn.Conv2d(8, 3, 3, padding=1)],
+    "embedding": [*FEATURES, nn.Linear(8, 64)],
+    "boxes": [*FEATURES, nn.Linear(8, 4), nn.Sigmoid()],
+    "regression": [*FEATURES, nn.Linear(8, 1)],
+}
+
+
+def half_the_last_scale(proto: onnx.ModelProto) -> None:
+    """The weights of the last layer are half as large as they were, and so is its bias."""
+    values = {each.name: each for each in proto.graph.initializer}
+    last = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")][-1]
+    by_output = {name: node for node in proto.graph.node for name in node.output}
+    for name in last.input[1:]:
+        while name in by_output and by_output[name].op_type != "DequantizeLinear":
+            name = by_output[name].input[0]
+        found = values[by_output[name].input[1] if name in by_output else name]
+        found.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(found) / 2, found.name))
+
+
+def half_the_output(proto: onnx.ModelProto) -> None:
+    """What the file answers is half of what it computes."""
+    name = proto.graph.output[0].name
+    for node in proto.graph.node:
+        node.output[:] = ["whole" if each == name else each for each in node.output]
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5), "half"))
+    proto.graph.node.append(onnx.helper.make_node("Mul", ["whole", "half"], [name]))
+
+
+def exported(
+    kind: str, path: Path, bits: int = 8, target: str = "onnxruntime"
+) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 3, 8, 8), torch.zeros(16)) for _ in range(2)]
+    recipe = qat.QuantRecipe({"bits": bits}, {"bits": bits}, target=target)
+    model = qat.prepare(nn.Sequential(*ENDS[kind]), recipe, batches[0][0])
+    qat.calibrate(model, batches)
+    if target == "litert":
+        qat.export_litert(model.eval(), path, batches[0][0][:1])
+    else:
+        qat.export_onnx(model.eval(), path, batches[0][0])
+    return model, batches
+
+
+@pytest.mark.parametrize("change", [half_the_last_scale, half_the_output])
+@pytest.mark.parametrize("kind", ENDS)
+def test_answers_half_as_large_are_not_the_models(kind, change, tmp_path):
+    path = tmp_path / "model.onnx"
+    model, batches = exported(kind, path)
+    assert qat.verify_onnx(path, model, batches).is_right and prove(path, model, batches).problem() == ""
+    proto = onnx.load(path)
+    change(proto)
+    onnx.save(proto, path)
+    found = qat.verify_onnx(path, model, batches)
+    assert found.close < 0.5 and not found.is_right
+    assert not explain_differences(path, model, batches).explained
+    said = prove(path, model, batches).problem()
+    assert said.startswith("only ") and "near-ties of rounding do not explain the others" in said
+
+
+def test_values_that_near_ties_move_far_are_explained(tmp_path: Path) -> None:
+    """At 2 bits one integer of another rounding moves the values by far more than the tolerance."""
+    path = tmp_path / "model.onnx"
+    model, _ = exported("embedding", path, bits=2)
+    quantizer = model.get_submodule("input_quantizer")
+    x = quantizer.grid()[0].detach() / 2 * torch.ones(4, 3, 8, 8)  # on a tie everywhere
+    with torch.no_grad():
+        quantizer.scale.mul_(1 - 1e-6)
+    found, behind = qat.verify_onnx(path, model, [x]), explain_differences(path, model, [x])
+    assert not found.is_right and behind.explained, behind
+
+
+@pytest.mark.parametrize("engine", ["xnnpack", "reference"])
+def test_a_litert_file_of_another_scale_is_not_explained(engine: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.tflite"
+    model, batches = exported("embedding", path, target="litert")
+    assert qat.verify_litert(path, model, batches, engine=engine).is_right
+    assert explain_differences(path, model, batches, engine=engine).unexplained == 0
+    with torch.no_grad():
+        model.get_submodule("4").weight.mul_(2)
+        model.get_submodule("4.weight_quantizer").scale.mul_(2)
+    found = qat.verify_litert(path, model, batches, engine=engine)
+    behind = explain_differences(path, model, batches, engine=engine)
+    assert not found.is_right and not behind.explained
+
+
+def test_one_value_beyond_the_tolerance_makes_a_prediction_wrong() -> None:
+    ours = torch.eye(4) * 3
+    theirs = ours + torch.where(torch.arange(4) == 2, 1.01, 0.99)[:, None] * 3 * TOLERANCE
+    found = judge([([ours], [theirs], None)])
+    assert (found.agreement, found.close) == (1.0, 0.75)
+
+
+BETWEEN = {"nothing": nn.Identity(), "pool": nn.MaxPool2d(2), "reshape": nn.Flatten(2), "relu": nn.ReLU()}
+
+
+def twice(between: nn.Module, spec: qat.QuantSpec) -> nn.Module:
+    """A convolution whose result is quantized on two grids."""
+    layers = {"conv": qat.QuantConv2d(3, 8, 3, padding=1), "between": between}
+    quantizers = {name: create_quantizer(spec, "activation", ()) for name in ("first", "second")}
+    return Plain(lambda self, x: self.second(self.between(self.first(self.conv(x)))), **layers, **quantizers)
+
+
+@pytest.mark.parametrize(("between", "symmetric"), [*((name, False) for name in BETWEEN), ("nothing", True)])
+def test_both_roundings_are_in_the_file(between: str, symmetric: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
+    model = twice(BETWEEN[between], qat.QuantSpec(signed=symmetric, symmetric=symmetric))
+    qat.calibrate(model, [x])
+    with torch.no_grad():
+        model.second.scale.mul_(0.83)
+    model.eval()
+    with torch.no_grad():
+        once = model.second(model.between(model.conv(x)))
+        assert not torch.equal(model(x), once)  # else the test could not fail
+    qat.export_onnx(model, path, x)
+    assert qat.verify_onnx(path, model, [x]).max_difference < 1e-6
+
+
+@pytest.fixture
+def on_ties() -> tuple[nn.Module, torch.Tensor]:
+    """A model and inputs at ties, one level of which decides the class."""
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        net.bias.zero_()
+    x = torch.linspace(-1, 1, 20).reshape(10, 2)
+    model = quantized(nn.Sequential(net), x)
+    scale = model.get_submodule("input_quantizer").grid()[0].detach()
+    return model, -scale * torch.arange(20).reshape(10, 2) - scale / 2 * (torch.arange(10) % 2)[:, None]
+
+
+def explained(
+    model: nn.Module, changed: Callable[[nn.Module], None], x: torch.Tensor, path: Path, **options: int
+) -> Differences:
+    """What is found of a file that was made of a changed copy."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        changed(other)
+    qat.export_onnx(other, path, x)
+    return explain_differences(path, model, [x], **options)
+
+
+def test_a_near_tie_that_falls_the_other_way_is_explained(on_ties, tmp_path):
+    model, _ = on_ties
+    quantizer = model.get_submodule("input_quantizer")
+    x = torch.full((4, 2), -0.5) * quantizer.grid()[0].detach()
+    found = explained(model, lambda m: m.get_submodule("input_quantizer").scale.mul_(1 - 1e-6), x, tmp_path / "m.onnx")
+    assert (found.predictions, found.differing, found.unexplained) == (4, 4, 0)
+    (layer,) = found.layers
+    assert (layer.name, layer.differing, layer.largest, layer.beyond_ties) == ("input_quantizer", 8, 1, 0)
+
+
+@pytest.mark.parametrize("enough", [None, 1])
+def test_a_scale_of_five_percent_more_is_another_function(enough, on_ties, tmp_path):
+    model, _ = on_ties
+    scale = model.get_submodule("input_quantizer").grid()[0].detach()
+    x = torch.tensor([[-0.52, 3.0], [0.6, 2.0]]) * scale
+    found = explained(model, lambda m: m.get_submodule("input_quantizer").scale.mul_(1.05), x, tmp_path / "m.onnx")
+    assert (found.differing, found.unexplained) == (1, 2)  # of the other one the class is right, and the values are not
+    assert found.layers[0].largest == 1 and found.layers[0].beyond_ties == 1  # by one level, but no tie
+
+
+@pytest.fixture
+def merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, nn.Module, torch.Tensor]:
+    """A file whose two quantizers ONNX Runtime merges, unless somebody reads the integers between them."""
+    monkeypatch.setattr(exporter_module, "add_barriers", lambda proto: None)
+    torch.manual_seed(0)
+    x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
+    model = twice(BETWEEN["nothing"], qat.QuantSpec(signed=False, symmetric=False))
+    qat.calibrate(model, [x])
+    with torch.no_grad():
+        model.second.scale.mul_(0.83)
+    qat.export_onnx(model.eval(), path, x)
+    return path, model, x
+
+
+def test_what_the_runtime_merges_unseen_is_another_function(merged):
+    """Reading the integers between two quantizers keeps ONNX Runtime from merging them: each layer alone is right."""
+    path, model, x = merged
+    found = explain_differences(path, model, [x, x])
+    assert found.predictions == 2 * 16 * 64 and found.differing > 5
+    assert found.unexplained > 0.9 * found.differing
+    assert not any(layer.beyond_ties for layer in found.layers if not layer.fused)
+    assert {layer.fused for layer in found.layers} == {(), ("first", "second")}
+    assert explain_differences(path, model, [x, x], enough=1).predictions == 16 * 64
+
+
+def test_a_fusion_where_nobody_looks_is_named(merged: tuple[Path, nn.Module, torch.Tensor]) -> None:
+    *layers, fusion = compare_layers(*merged)
+    assert not any(layer.beyond_ties or layer.fused for layer in layers)
+    assert fusion.fused == ("first", "second") and fusion.beyond_ties > 0.1 * fusion.elements
+    assert not any(layer.fused for layer in compare_layers(*merged, optimize=False))
+
+
+def test_equal_predictions_need_no_explanation(on_ties: tuple[nn.Module, torch.Tensor], tmp_path: Path) -> None:
+    model, x = on_ties
+    found = explained(model, lambda m: None, x, tmp_path / "model.onnx")
+    assert found == Differences(10, 0, 0, [])
+
+
+def test_nothing_to_compare_is_a_sentence(on_ties: tuple[nn.Module, torch.Tensor], tmp_path: Path) -> None:
+    model, x = on_ties
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
+    with pytest.raises(ValueError, match="explain_differences: batches is empty"):
+        explain_differences(tmp_path / "model.onnx", model, [])

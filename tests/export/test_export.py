@@ -26,13 +26,9 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.pool = nn.MaxPool2d(2)
-        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(8)
-        self.relu = nn.ReLU()
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(8, 4)
+        self.stem, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2)
+        self.conv, self.bn, self.relu = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.pool(self.relu(self.stem(x)))
@@ -84,10 +80,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.fx.GraphModul
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_every_layers_integers_are_equal_and_the_runtime_computes_them(tmp_path: Path, bits: int) -> None:
+def test_the_runtime_computes_every_layers_integers(tmp_path: Path, bits: int) -> None:
     recipe = qat.QuantRecipe(
-        weight=qat.QuantSpec(bits=bits),
-        activation=qat.QuantSpec(bits=bits, signed=False, symmetric=False, init="mse"),
+        weight=qat.QuantSpec(bits=bits), activation=qat.QuantSpec(bits=bits, signed=False, symmetric=False, init="mse")
     )
     model = small_model(recipe)
     path = exported(tmp_path / "model.onnx", model)
@@ -95,12 +90,9 @@ def test_every_layers_integers_are_equal_and_the_runtime_computes_them(tmp_path:
         elements, differing, largest = total(compare_layers(path, model, torch.randn(64, 3, 8, 8), optimize))
         assert elements > 60_000 and differing <= 1 and largest <= 1
     operators = optimized_operators(path)
+    if bits == 8:
+        assert operators["QLinearAdd"] == operators["QGemm"] == operators["QLinearGlobalAveragePool"] == 1
     assert operators["QLinearConv"] == 2 and not {"Conv", "FusedConv", "Gemm", "MatMul"} & set(operators)
-
-
-def test_sums_and_averages_are_integers_too(small: tuple[torch.fx.GraphModule, Path]) -> None:
-    operators = optimized_operators(small[1])
-    assert operators["QLinearAdd"] == operators["QGemm"] == operators["QLinearGlobalAveragePool"] == 1
 
 
 def test_grids_beyond_the_runtimes_range_are_averaged_in_float(tmp_path: Path) -> None:
@@ -127,7 +119,7 @@ def test_the_file_holds_the_trained_integers(small: tuple[torch.fx.GraphModule, 
             assert any(a.shape == codes.shape and np.array_equal(a, codes) for a in int8_weights), name
     assert not [name for name, a in arrays.items() if a.dtype == np.float32 and a.ndim > 1], "a weight is left in float"
     biases = [a for a in arrays.values() if a.dtype == np.int32]
-    assert sorted(a.shape for a in biases) == [(4,), (8,), (8,)]
+    assert sorted(a.shape for a in biases) == [(8,), (8,), (10,)]
     outputs = {output for node in proto.graph.node for output in node.output}
     assert {n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "activation"} <= outputs
 
@@ -180,9 +172,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("make", "error", "sentence"), REFUSED)
-def test_refusals_are_sentences_and_leave_an_existing_file(
-    tmp_path: Path, make: Callable[[], nn.Module], error: type[Exception], sentence: str
-) -> None:
+def test_refusals_are_sentences_and_leave_an_existing_file(tmp_path, make, error, sentence):
     path = tmp_path / "model.onnx"
     path.write_text("precious")
     with pytest.raises(error) as caught:
@@ -210,9 +200,7 @@ RULES: list[tuple[dict[str, Any], str]] = [  # what of the rule lsq is another, 
 
 
 @pytest.mark.parametrize(("changes", "fact"), RULES)
-def test_a_rule_without_the_integers_of_runtimes_is_refused(
-    changes: dict[str, Any], fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_without_the_integers_of_runtimes_is_refused(changes, fact, tmp_path, monkeypatch):
     model = small_model()
     for name, value in changes.items():
         monkeypatch.setattr(LSQQuantizer, name, value)
@@ -261,13 +249,10 @@ def test_metadata_are_json_in_the_file(tmp_path: Path) -> None:
     assert not onnx.load(tmp_path / "y.onnx").metadata_props
 
 
-@pytest.mark.parametrize(
-    ("metadata", "sentence"),
-    [
-        ({"scale": np.ones(2)}, r"metadata\['scale'\] cannot be written as JSON \(Object of type ndarray is not JSON "),
-        ({"loss": float("nan")}, r"metadata\['loss'\] cannot be written as JSON \(Out of range float values are not "),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "sentence"), [
+    ({"scale": np.ones(2)}, r"metadata\['scale'\] cannot be written as JSON \(Object of type ndarray is not JSON "),
+    ({"loss": float("nan")}, r"metadata\['loss'\] cannot be written as JSON \(Out of range float values are not "),
+])  # fmt: skip
 def test_metadata_that_json_cannot_write_are_refused(tmp_path: Path, metadata: Any, sentence: str) -> None:
     with pytest.raises(TypeError, match=f"^export_onnx: {sentence}"):
         qat.export_onnx(nn.Identity(), tmp_path / "x.onnx", torch.zeros(1), metadata=metadata)

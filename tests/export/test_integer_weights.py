@@ -12,32 +12,25 @@ from torch import Tensor, nn
 
 import qat
 from tests.export.test_export_layers import quantized
-from tests.references.prepared_case import draw, refused
+from tests.references.prepared_case import Plain, draw, refused
 
 
-class Layers(nn.Module):
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
     """Convolutions of several layouts, a layer that is called twice, and a parameter as an operand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.up, self.up_norm = nn.ConvTranspose2d(8, 6, 2, groups=1), nn.BatchNorm2d(6)
-        self.grouped = nn.ConvTranspose2d(6, 9, 2, groups=3)
-        self.twice = nn.Linear(9, 9)
-        self.table = nn.Parameter(draw(9, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.stem(x)))
         x = self.grouped(torch.relu(self.up_norm(self.up(self.depthwise(x)))))
         y = self.twice(x.mean((2, 3)))
         return self.twice(torch.relu(y)) @ self.table
 
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return quantized(Layers(), {"x": draw(4, 3, 9, 9)})
+    net = Plain(
+        forward, stem=nn.Conv2d(3, 8, 3, bias=False), norm=nn.BatchNorm2d(8),
+        depthwise=nn.Conv2d(8, 8, 3, padding=1, groups=8), up=nn.ConvTranspose2d(8, 6, 2), up_norm=nn.BatchNorm2d(6),
+        grouped=nn.ConvTranspose2d(6, 9, 2, groups=3), twice=nn.Linear(9, 9), table=nn.Parameter(draw(9, 4)),
+    )  # fmt: skip
+    return quantized(net, {"x": draw(4, 3, 9, 9)})
 
 
 Stored = dict[str, list[np.ndarray[Any, Any]]]
@@ -109,17 +102,13 @@ def test_the_rows_of_an_embedding() -> None:
     np.testing.assert_allclose(rows, model[0](torch.arange(9)).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_models_prepared_in_parts_have_them_under_their_full_names() -> None:
-    class Decides(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2)
+def test_models_in_parts_have_them_under_their_full_names() -> None:
+    def decides(self: Any, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return self.head(x) if x.abs().sum() > 0 else x[:, :2]
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.body(x)
-            return self.head(x) if x.abs().sum() > 0 else x[:, :2]
-
-    model = qat.prepare(Decides(), example_inputs=draw(8, 4))
+    body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = qat.prepare(Plain(decides, body=body, head=nn.Linear(4, 2)), example_inputs=draw(8, 4))
     qat.calibrate(model, [draw(8, 4).abs(), -draw(8, 4).abs(), draw(8, 4)])
     assert [*qat.integer_weights(model)] == ["body.0", "body.2", "head"]
 
@@ -137,22 +126,16 @@ def test_what_has_no_integers_is_a_sentence() -> None:
         qat.integer_weights(model.half())
 
 
-@pytest.mark.parametrize(
-    ("layer", "shapes"),
-    [
-        (qat.QuantLinear(5, 3, activation_spec=None), {"": ((3, 5), 3)}),
-        (qat.QuantConvTranspose2d(6, 4, 3, activation_spec=None), {"": ((6, 4, 3, 3), 4)}),
-        (qat.QuantConvTranspose2d(6, 4, 3, groups=2, activation_spec=None), {"": ((6, 2, 3, 3), 4)}),
-        (qat.QuantConv1d(2, 4, 3, weight_spec=qat.QuantSpec(granularity="tensor"), activation_spec=None),
-         {"": ((4, 2, 3), 4)}),
-        (qat.QuantBilinear(3, 4, 5, activation_spec=None), {"": ((5, 3, 4), 5)}),
-        (qat.QuantGRU(4, 6, activation_spec=None), {"product_ih_l0": ((18, 4), 18), "product_hh_l0": ((18, 6), 18)}),
-    ],
-    ids=lambda each: type(each).__name__,
-)  # fmt: skip
-def test_a_layer_with_a_float_input_has_the_integers_of_its_weight(
-    layer: Any, shapes: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("layer", "shapes"), [
+    (qat.QuantLinear(5, 3, activation_spec=None), {"": ((3, 5), 3)}),
+    (qat.QuantConvTranspose2d(6, 4, 3, activation_spec=None), {"": ((6, 4, 3, 3), 4)}),
+    (qat.QuantConvTranspose2d(6, 4, 3, groups=2, activation_spec=None), {"": ((6, 2, 3, 3), 4)}),
+    (qat.QuantConv1d(2, 4, 3, weight_spec=qat.QuantSpec(granularity="tensor"), activation_spec=None),
+     {"": ((4, 2, 3), 4)}),
+    (qat.QuantBilinear(3, 4, 5, activation_spec=None), {"": ((5, 3, 4), 5)}),
+    (qat.QuantGRU(4, 6, activation_spec=None), {"product_ih_l0": ((18, 4), 18), "product_hh_l0": ((18, 6), 18)}),
+], ids=lambda each: type(each).__name__)  # fmt: skip
+def test_a_layer_with_a_float_input_has_its_weights_integers(layer, shapes, tmp_path):
     arrays = qat.integer_weights(layer)
     found = {name: (each.weight.shape, len(each.scale)) for name, each in arrays.items()}
     assert found == shapes and all(each.input_scale is each.bias is each.bias_scale is None for each in arrays.values())

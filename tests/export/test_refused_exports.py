@@ -1,5 +1,7 @@
-"""What `export_onnx` cannot write, or has to look into, in a sentence with a way out that is tried here."""
+"""What `export_onnx` cannot write, or has to look into, in a sentence with a way out; what is not finite."""
 
+import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ def test_what_torch_wraps_around_a_model_is_not_in_the_file(wrap: Callable[..., 
     assert qat.verify_onnx(path, model, [X, draw(7, 8)]).agreement == 1
 
 
-def test_a_place_where_no_file_can_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_a_place_where_no_file_can_be_written_is_refused(tmp_path: Path) -> None:
     for path, error, sentence in (
         (tmp_path / "none" / "x.onnx", FileNotFoundError, f"there is no folder '{tmp_path}/none' to write to; create it"
          " first"),
@@ -45,3 +47,54 @@ def test_a_place_where_no_file_can_be_written_is_refused_before_the_work(tmp_pat
     ):  # fmt: skip
         with refused(f"export_onnx: {sentence}", error):
             qat.export_onnx(nn.Identity(), path, X)
+
+
+NAMES = ["0.weight_quantizer.scale", "input_quantizer.zero_point", "0.weight", "2.bias", "1.running_var"]
+IMAGES = torch.randn(4, 3, 8, 8)
+
+
+def broken(name: str, value: float = math.nan) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.GELU(), nn.Conv2d(8, 4, 1)
+    model = quantized(nn.Sequential(*layers), IMAGES)
+    tensor = model.state_dict(keep_vars=True)[name]
+    with torch.no_grad():
+        tensor.view(-1)[-1] = value
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export_convert_and_summary_name_it(name: str, tmp_path: Path) -> None:
+    model, end = broken(name), name.rpartition(".")[2]
+    writers: list[Callable[[], object]] = [
+        lambda: qat.export_onnx(model, tmp_path / "model.onnx", IMAGES),
+        lambda: qat.export_litert(model, tmp_path / "model.tflite", IMAGES[:1]),
+        lambda: qat.convert(model),
+    ]
+    for write in writers:
+        with pytest.raises(ValueError, match=rf"^\w+: \S*{end} of the model is not finite; load the last state"):
+            write()
+    assert f"{end} of the model is not finite" in qat.summary(model)
+
+
+def test_verify_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = broken(NAMES[0], 0.01)
+    qat.export_onnx(model, path, IMAGES)
+    with torch.no_grad():
+        model.get_parameter(NAMES[0])[3] = math.inf
+    with pytest.raises(ValueError, match=r"^verify_onnx: 0.weight_quantizer.scale of the model is not finite"):
+        qat.verify_onnx(path, model, [IMAGES])
+
+
+def test_a_mask_may_be_infinite(tmp_path: Path) -> None:
+    model = broken(NAMES[0], 0.01)
+    model.register_buffer("mask", torch.full((2, 2), -math.inf))
+    qat.export_onnx(model, tmp_path / "model.onnx", IMAGES)
+    assert "not finite" not in qat.summary(model)
+
+
+def test_without_ai_edge_litert_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with refused("export_litert: ai-edge-litert is not installed; pip install ste-qat[litert]", ImportError):
+        qat.export_litert(nn.Linear(2, 2), tmp_path / "model.tflite", torch.zeros(1, 2))

@@ -1,13 +1,23 @@
-"""What qat.functional refuses, by function, name and value: wrong dtypes, and arguments that a rule cannot take."""
+"""What qat.functional and the settings refuse, by name and value: wrong types, arguments that no rule takes."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Optional
 
 import pytest
 import torch
+from torch import nn
 
+import qat
 import qat.functional as F
+from qat.finetuning import EMA, Distillation, GradualQuantization, Oscillations
 from qat.functional.codebooks.binary import binary_scale
 from qat.functional.codebooks.ternary import ternary_scale
+from qat.post_training import AdaRound, CrossLayerEqualization, QDrop
+from qat.targets import profile_of
+from qat.text import check_types
 
 ONE, HALF, WEIGHT = torch.tensor(1.0), torch.tensor([0.5]), torch.zeros(4, 3)
 INF, NAN = math.inf, math.nan
@@ -32,8 +42,11 @@ def test_only_floating_point_tensors_are_taken(function, rest, dtype):
         function(torch.ones(2, 2, dtype=dtype), *rest)
 
 
-@pytest.mark.parametrize(("function", "rest"), [(F.lsq_quantize, (ONE,)), (F.lsq_plus_quantize, (ONE, ONE)),
-                                                (F.fake_quantize, (ONE, ONE))])  # fmt: skip
+@pytest.mark.parametrize(("function", "rest"), [
+    (F.lsq_quantize, (ONE,)),
+    (F.lsq_plus_quantize, (ONE, ONE)),
+    (F.fake_quantize, (ONE, ONE)),
+])  # fmt: skip
 @pytest.mark.parametrize(("qmin", "qmax"), [(7, 7), (8, -8)])
 def test_empty_grids_are_refused(function, rest, qmin, qmax):
     with pytest.raises(ValueError, match=f"^{function.__name__}: .*qmin={qmin} and qmax={qmax}"):
@@ -107,3 +120,47 @@ def test_wrong_arguments_are_refused_by_name_and_value(call, fact):
         call()
     name = next(name for name in call.__code__.co_names if name != "F")  # the function is the first that is called
     assert str(refusal.value).startswith(f"{name}: ") and fact in str(refusal.value)
+
+
+PROFILE = profile_of("onnxruntime")
+LIMITS = PROFILE.weight_limits
+MODEL = qat.prepare(nn.Sequential(nn.Linear(4, 4)), qat.QuantRecipe({"bits": 4}), torch.randn(2, 4))
+
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (partial(replace, PROFILE), {"float_biases": 1}, "TargetProfile: float_biases must be true or false"),
+    (partial(replace, PROFILE), {"weight": {"bits": 8}}, "TargetProfile: weight must be a QuantSpec, got"),
+    (partial(replace, PROFILE), {"shared_grids": {"cat"}}, "TargetProfile: shared_grids must be a frozenset"),
+    (partial(replace, PROFILE), {"fixed_grids": {"tanh": 3}}, "TargetProfile: fixed_grids must be a mapping"),
+    (partial(replace, LIMITS), {"most_bits": "8"}, "GridLimits: most_bits must be a whole number, got '8'"),
+    (partial(replace, LIMITS), {"granularities": ("row",)}, "GridLimits: granularities must be a tuple"),
+    (AdaRound, {"iterations": "10"}, "AdaRound: iterations must be a whole number, got '10'"),
+    (QDrop, {"drop": True}, "QDrop: drop must be a number, got True"),
+    (CrossLayerEqualization, {"rounds": 2.5}, "CrossLayerEqualization: rounds must be a whole number, got 2.5"),
+    (EMA, {"model": MODEL, "decay": "0.9"}, "EMA: decay must be a number, got '0.9'"),
+    (Oscillations, {"model": MODEL, "freeze": "yes"}, "Oscillations: freeze must be a number or None, got 'yes'"),
+    (GradualQuantization, {"model": MODEL, "weight_share": True}, "GradualQuantization: weight_share must be a number"),
+    (Distillation, {"teacher": MODEL, "features": {"0": "x"}}, "Distillation: features must be a mapping or None, got"),
+    (qat.freeze_scales, {"model": MODEL, "frozen": "no"}, "freeze_scales: frozen must be true or false, got 'no'"),
+    (qat.freeze_batch_norm, {"model": MODEL, "frozen": 0}, "freeze_batch_norm: frozen must be true or false, got 0"),
+    (qat.disable_fake_quant, {"model": MODEL, "weights": "no"}, "disable_fake_quant: weights must be true or false"),
+    (partial(qat.parameter_groups, MODEL, 0.1), {"weight_decay_by_bits": "no"},
+     "parameter_groups: weight_decay_by_bits must be true or false"),
+    (partial(qat.calibrate, MODEL, []), {"limit": "1"}, "calibrate: limit must be a whole number or None, got '1'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "given", "said"), WRONG)
+def test_a_setting_of_the_wrong_type_is_refused(call: Callable[..., Any], given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        call(**given)
+    assert str(refusal.value).startswith(said)
+
+
+def test_what_fits_passes() -> None:
+    def f(a: float, b: Optional[int], c: Literal["x"] | None, d: tuple[bool, ...], e: Any, g: bool = True) -> None: ...  # noqa: UP045
+
+    for given in ({"a": 1, "b": None, "c": "x", "d": (True,)}, {"a": 0.5, "b": 3, "c": None, "d": (), "e": True}):
+        check_types(f, given)
+    for wrong in ({"a": "1"}, {"b": 1.0}, {"c": "y"}, {"d": (1,)}, {"g": None}):
+        with pytest.raises(ValueError, match=f"f: {next(iter(wrong))} must be "):
+            check_types(f, wrong)

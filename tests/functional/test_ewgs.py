@@ -101,7 +101,7 @@ def test_nothing_but_delta_changes():
     assert not model.quantizer._forward_hooks and model.training
 
 
-def test_a_prepared_model_gets_a_delta_everywhere_and_the_gradient_follows_it():
+def test_a_prepared_model_gets_a_delta_that_gradients_follow():
     model = specs.prepared(weight("lsq", 3, HESSIAN), activation("lsq", 4, HESSIAN))
     loss = lambda model, batch: nn.functional.cross_entropy(model(batch), specs.LABELS)  # noqa: E731
     loss(model, specs.images()).backward()
@@ -117,16 +117,13 @@ def test_a_prepared_model_gets_a_delta_everywhere_and_the_gradient_follows_it():
     assert qat.update_ewgs(model, loss, [specs.images(1), specs.images(2)]) == deltas
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda model, batch: -quadratic(model, batch),  # curved downwards
-        lambda model, batch: model().sum(),  # not at all
-        lambda model, batch: model().abs().sum(),
-        lambda model, batch: quadratic(model, batch) * 0,  # without gradients
-        lambda model, batch: quadratic(model, batch) * float("nan"),
-    ],
-)
+@pytest.mark.parametrize("loss", [
+    lambda model, batch: -quadratic(model, batch),  # curved downwards
+    lambda model, batch: model().sum(),  # not at all
+    lambda model, batch: model().abs().sum(),
+    lambda model, batch: quadratic(model, batch) * 0,  # without gradients
+    lambda model, batch: quadratic(model, batch) * float("nan"),
+])  # fmt: skip
 def test_a_useless_trace_gives_zero(loss):
     model = Quantized(*ROWS["lsq"])
     model.quantizer.ewgs_delta.fill_(0.5)

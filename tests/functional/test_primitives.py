@@ -26,16 +26,13 @@ inf = math.inf
 X = (-3.7, -2.5, -2.0, -1.5, -1.0, -0.75, -0.5, -0.25, 0.0, 0.3, 0.5, 0.6, 1.0, 1.25, 1.5, 2.5, 4.0, 7.25)
 
 
-@pytest.mark.parametrize(
-    ("call", "expected", "slopes"),
-    [
-        (sign_ste, (-1, -1, 1, 1, 1), (0, 1, 1, 1, 0)),
-        (ternary_sign_ste, (-1, -1, 0, 0, 1), (0, 1, 1, 1, 0)),
-        (lambda x: ternary_sign_ste(x, 0.0), (-1, -1, 0, 1, 1), (0, 1, 1, 1, 0)),
-        (lambda x: ternary_sign_ste(x, 2.0), (0, 0, 0, 0, 0), (0, 1, 1, 1, 0)),
-        (lambda x: clamp_ste(x, -1, 0.5), (-1, -1, 0, 0.5, 0.5), (0, 1, 1, 1, 0)),
-    ],
-)
+@pytest.mark.parametrize(("call", "expected", "slopes"), [
+    (sign_ste, (-1, -1, 1, 1, 1), (0, 1, 1, 1, 0)),
+    (ternary_sign_ste, (-1, -1, 0, 0, 1), (0, 1, 1, 1, 0)),
+    (lambda x: ternary_sign_ste(x, 0.0), (-1, -1, 0, 1, 1), (0, 1, 1, 1, 0)),
+    (lambda x: ternary_sign_ste(x, 2.0), (0, 0, 0, 0, 0), (0, 1, 1, 1, 0)),
+    (lambda x: clamp_ste(x, -1, 0.5), (-1, -1, 0, 0.5, 0.5), (0, 1, 1, 1, 0)),
+])  # fmt: skip
 def test_defaults_and_thresholds_that_are_numbers(call, expected, slopes):
     x = leaf([-1.5, -1.0, 0.0, 0.5, 1.5])
     y = call(x)
@@ -43,9 +40,12 @@ def test_defaults_and_thresholds_that_are_numbers(call, expected, slopes):
     assert (y.tolist(), x.grad.tolist()) == (list(expected), list(slopes))
 
 
-@pytest.mark.parametrize(
-    ("function", "value"), [(error_decay_sign, 0.4), (soft_round, 5.0), (dsq_round, 0.2), (ternary_sign_ste, 0.6)]
-)
+@pytest.mark.parametrize(("function", "value"), [
+    (error_decay_sign, 0.4),
+    (soft_round, 5.0),
+    (dsq_round, 0.2),
+    (ternary_sign_ste, 0.6),
+])  # fmt: skip
 def test_a_parameter_may_be_a_number(function, value):
     x, parameter = leaf(X), torch.tensor(value, dtype=torch.float64)
     y, expected = function(x, value), function(x, parameter)
@@ -93,10 +93,7 @@ def test_positive_scale_is_positive_and_finite_and_learns_back(dtype):
     assert raw.grad.tolist() == [2.0, 0.0, 0.0, 0.0, 2.0, 0.0, 2.0, 2.0]
 
 
-# EWGS
-
-
-def test_ewgs_differentiated_by_the_gradient_gives_the_bracket_and_one_at_zero():
+def test_ewgs_differentiated_by_the_gradient_gives_the_bracket():
     x, grad = leaf([0.25, 0.25, 0.25]), leaf([3.0, -3.0, 0.0])
     (grad_x,) = torch.autograd.grad(ewgs_round(x, 0.5), x, grad, create_graph=True)
     (bracket,) = torch.autograd.grad(grad_x.sum(), grad)
@@ -114,9 +111,6 @@ def test_ewgs_before_lsq_is_ewgs_of_that_grid():
     assert to_scale == gradients(lsq_quantize(x, plain, -8, 7), plain)[0]
 
 
-# Soft steps
-
-
 def soft_reference(x: np.ndarray, temperature: float) -> np.ndarray:
     """The formula of the docstring, in sigmoids and NumPy's widest float."""
     x, t = x.astype(np.longdouble), np.longdouble(temperature)
@@ -129,7 +123,7 @@ def soft_reference(x: np.ndarray, temperature: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 0.03, 0.999, 1.0, 7.0, 60.0, 1e4])
-def test_soft_round_and_its_slopes_equal_the_formula_at_every_temperature(temperature):
+def test_soft_round_equals_the_formula_at_every_temperature(temperature):
     x, t = leaf(X), leaf(temperature)
     y = soft_round(x, t)
     values, grad = proof.array(x), cotangent(y).numpy()
@@ -149,7 +143,7 @@ def test_soft_round_and_its_slopes_equal_the_formula_at_every_temperature(temper
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-5)])
-def test_the_slope_by_a_small_temperature_is_not_lost_in_cancellation(dtype, tolerance):
+def test_the_slope_by_a_small_temperature_is_not_lost(dtype, tolerance):
     """To second order in T the step is d (1 + T^2 (1/16 - d^2/4) / 3), so its slope is d T (1/4 - d^2) / 6."""
     d, t = torch.tensor([-0.4, -0.25, 0.125, 0.45], dtype=dtype), leaf(1e-3, dtype)
     rows = [torch.autograd.grad(soft_round(value + 0.5, t), t)[0] for value in d]
@@ -180,21 +174,17 @@ def test_dsq_near_the_ends_of_alpha():
 
 
 @pytest.mark.parametrize(("progress", "v"), [(0.37, -9.0), (0.5, -9.0), (0.5, 9.0), (1.0, -1.5), (1.0, 0.3)])
-@pytest.mark.parametrize(
-    "estimator",
-    [error_decay_sign, lambda x, progress: binary_quantize(x, None, "error_decay", progress)],
-    ids=["error_decay_sign", "binary_quantize"],
-)
-def test_the_error_decay_keeps_its_digits_in_the_tails_of_float32(estimator, progress, v):
+@pytest.mark.parametrize("estimator", [
+    error_decay_sign,
+    lambda x, progress: binary_quantize(x, None, "error_decay", progress),
+], ids=["error_decay_sign", "binary_quantize"])  # fmt: skip
+def test_the_error_decay_keeps_its_digits_in_the_tails(estimator, progress, v):
     """1 - tanh(z)^2 as a difference has none left: half a digit at z = 9, then 0."""
     x = torch.tensor([v], requires_grad=True)
     estimator(x, torch.tensor(progress)).sum().backward()
     t = 0.1 * 10 ** (2 * progress)
     expected = max(1 / t, 1) * t / math.cosh(t * v) ** 2
     assert x.grad.item() == pytest.approx(expected, rel=2e-5)
-
-
-# Stochastic rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -209,14 +199,14 @@ def test_stochastic_rounding_is_unbiased(value, dtype):
     assert abs(y.double().mean().item() - value) <= five_deviations
 
 
-def test_stochastic_rounding_sees_fractions_finer_than_its_own_dtype():
+def test_stochastic_rounding_sees_fractions_finer_than_its_dtype():
     """1/4096 in float16: noise drawn in float16, on multiples of 1/2048, would give twice as many ones."""
     x = torch.full((1_000_000,), 1 / 4096, dtype=torch.float16)
     ones = stochastic_round_ste(x, torch.Generator().manual_seed(0)).float().sum().item()
     assert abs(ones - 1_000_000 / 4096) < 5 * math.sqrt(1_000_000 / 4096)
 
 
-def test_stochastic_rounding_repeats_with_its_generator_and_leaves_the_global_one_alone():
+def test_stochastic_rounding_repeats_with_its_generator():
     x = torch.rand(1000, generator=torch.Generator().manual_seed(1))
     state = torch.get_rng_state()
     first, second = (stochastic_round_ste(x, torch.Generator().manual_seed(5)) for _ in range(2))
@@ -228,7 +218,7 @@ def test_stochastic_rounding_repeats_with_its_generator_and_leaves_the_global_on
     assert torch.equal(stochastic_round_ste(x), first)
 
 
-def test_stochastic_rounding_goes_up_where_the_noise_is_below_the_fraction():
+def test_stochastic_rounding_goes_up_where_noise_is_small():
     """Noise can be exactly 0, and a fraction of 1 - 1e-30 is 1: an integer stays where it is all the same."""
     x, noise = torch.tensor([2.0, 0.25, 0.25, -0.25, -1e-30]), torch.tensor([0.0, 0.2, 0.25, 0.7, 0.3])
     assert apply(StochasticRoundSTEFunction, x, noise).tolist() == [2.0, 1.0, 0.0, 0.0, 0.0]
@@ -243,7 +233,7 @@ def test_stochastic_rounding_compiles_whole():
     assert torch.equal(y, x) and x.grad.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_vmap_draws_the_noise_of_stochastic_rounding_as_its_randomness_says():
+def test_vmap_draws_the_noise_as_its_randomness_says():
     rows = torch.full((2, 64), 0.5)
     same, different = (torch.func.vmap(stochastic_round_ste, randomness=mode)(rows) for mode in ("same", "different"))
     assert torch.equal(same[0], same[1]) and not torch.equal(different[0], different[1])

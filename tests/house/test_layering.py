@@ -23,7 +23,7 @@ def floors() -> list[tuple[str, ...]]:
 
 FLOORS = floors()
 SCRIPTS = ("qat.training", "qat.cli", "qat.__main__")
-HEAVY = ("yaml", "pydantic", "torchvision", "tensorboard", "onnx", "onnxscript", "onnxruntime")
+HEAVY = ("yaml", "pydantic", "torchvision", "tensorboard", "onnx", "onnxscript", "onnxruntime", "torch._dynamo")
 
 
 def floor_of(module: str) -> int | None:
@@ -57,7 +57,7 @@ def test_nothing_in_the_library_knows_the_training_script() -> None:
 
 
 def test_importing_qat_loads_nothing_heavy() -> None:
-    code = f"import sys, qat; print([name for name in {HEAVY!r} if name in sys.modules])"
+    code = f"import sys, qat, qat.testing; print([name for name in {HEAVY!r} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert shown.stdout.strip() == "[]"
 
@@ -75,7 +75,7 @@ def test_files_hold_one_idea(path: Path) -> None:
     assert path.stem not in ("utils", "common", "helpers", "misc")
 
 
-TOTALS = {"qat": (38_719, "py", "c", "h"), "tests": (34_170, "py")}
+TOTALS = {"qat": (38_719, "py", "c", "h"), "tests": (33_282, "py")}
 """Lines, at most: they go down, and up only in a commit that changes nothing else and says what users get for it."""
 
 

@@ -98,9 +98,6 @@ def test_masks_of_each_head_and_inputs_without_a_batch(module: str) -> None:
     assert_same(twin(*alone, **options), layer(*alone, **options))
 
 
-# --- the same grids in NumPy, float64 ---
-
-
 def matmul(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
     """Of two quantized tensors: int64 sums times both steps."""
     return (one[0].astype(np.int64) @ other[0].astype(np.int64)) * (one[1] * other[1])
@@ -153,9 +150,6 @@ def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -
         np.testing.assert_allclose(ours.detach().numpy(), theirs, rtol=0, atol=tolerance)
 
 
-# --- masks ---
-
-
 @calls
 def test_masked_probabilities_are_exactly_zero(call: str) -> None:
     twin = QuantMultiheadAttention(8, 2)
@@ -195,7 +189,7 @@ def test_rows_masked_entirely_keep_gradients_finite() -> None:
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def test_attend_is_scaled_dot_product_attention_without_quantizers() -> None:
+def test_attend_without_quantizers_is_torchs_attention() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(N, 2, L, 8), torch.randn(N, 2, S, 8), torch.randn(N, 2, S, 5)
     mask = torch.where(EARLIER, -torch.inf, 0.0)
@@ -205,28 +199,19 @@ def test_attend_is_scaled_dot_product_attention_without_quantizers() -> None:
         torch.testing.assert_close(got, F.scaled_dot_product_attention(query, key, value, mask, scale=scale))
 
 
-# --- training ---
-
-
-@pytest.mark.parametrize(
-    ("spec", "operand", "probability"),
-    [
-        (default_activation_spec(), default_activation_spec(), plain(signed=False, init="mse")),
-        (NARROW, NARROW, plain(bits=4, signed=False, rule="minmax")),
-        (AFFINE_PLUS, AFFINE_PLUS, plain(signed=False)),
-        (plain(signed=False, rule="pact"), plain(), plain(signed=False, rule="pact")),
-        (plain(rule="fp8_e4m3"), plain(rule="fp8_e4m3"), plain(rule="fp8_e4m3")),
-    ],
-)
+@pytest.mark.parametrize(("spec", "operand", "probability"), [
+    (default_activation_spec(), default_activation_spec(), plain(signed=False, init="mse")),
+    (NARROW, NARROW, plain(bits=4, signed=False, rule="minmax")),
+    (AFFINE_PLUS, AFFINE_PLUS, plain(signed=False)),
+    (plain(signed=False, rule="pact"), plain(), plain(signed=False, rule="pact")),
+    (plain(rule="fp8_e4m3"), plain(rule="fp8_e4m3"), plain(rule="fp8_e4m3")),
+])  # fmt: skip
 def test_grids_of_the_products(spec: QuantSpec, operand: QuantSpec, probability: QuantSpec) -> None:
     assert operand_spec(spec) == operand and probability_spec(spec) == probability
     twin = QuantMultiheadAttention(8, 2, activation_spec=spec)
     used = {name: part.spec for name, part in twin.named_modules() if isinstance(part, Quantizer)}
     assert used["key_quantizer"] == operand and used["probability_quantizer"] == probability
     assert used["value_projection.input_quantizer"] == used["out_proj.input_quantizer"] == spec
-
-
-# --- plumbing ---
 
 
 @modules

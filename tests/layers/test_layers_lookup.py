@@ -91,9 +91,7 @@ def test_embedding_is_torchs_on_a_quantized_table(spec: str, options: dict[str, 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("spec", [*SPECS, "minmax"])
 @pytest.mark.parametrize("flat", [False, True])
-def test_embedding_bag_is_torchs_on_a_quantized_table(
-    spec: str, options: dict[str, Any], mode: Any, flat: bool
-) -> None:
+def test_embedding_bag_is_torchs_on_a_quantized_table(spec, options, mode, flat):
     if mode == "max" and "scale_grad_by_freq" in options:
         options = {name: value for name, value in options.items() if name != "scale_grad_by_freq"}
     torch.manual_seed(0)
@@ -105,10 +103,8 @@ def test_embedding_bag_is_torchs_on_a_quantized_table(
     weights = torch.randn(indices.shape) if mode == "sum" else None
     y = layer(indices, starts, weights)
     table, parameters = whole_table(layer)
-    expected = F.embedding_bag(
-        indices, table, starts, mode=mode, per_sample_weights=weights, include_last_offset=flat,
-        padding_idx=layer.padding_idx,
-    )  # fmt: skip
+    expected = F.embedding_bag(indices, table, starts, mode=mode, per_sample_weights=weights, include_last_offset=flat,
+                               padding_idx=layer.padding_idx)  # fmt: skip
     if layer.scale_grad_by_freq:  # embedding_bag of torch 2.11 would count wrongly
         counts = indices.long().reshape(-1).bincount(minlength=11).clamp(min=1)
         table.register_hook(lambda grad: grad / counts[:, None])
@@ -170,7 +166,7 @@ def test_integers_stand_for_the_table(spec: str, cls: Any) -> None:
     np.testing.assert_allclose(rows.detach().numpy(), values, rtol=1e-6, atol=1e-7)
 
 
-def test_integers_hold_rows_within_max_norm_that_no_lookup_has_shortened_yet() -> None:
+def test_integers_hold_rows_that_max_norm_has_yet_to_shorten() -> None:
     torch.manual_seed(0)
     layer = QuantEmbedding(11, 6, max_norm=0.5).eval()
     before = layer.weight.detach().clone()
@@ -226,7 +222,7 @@ def test_sparse_gradients(cls: Any) -> None:
     assert not torch.equal(layer.weight, dense.weight)
 
 
-def test_a_hook_on_the_quantizer_sees_the_whole_table_and_changes_nothing() -> None:
+def test_a_hook_on_the_quantizer_sees_the_whole_table() -> None:
     layer = QuantEmbedding(11, 6)
     plain = layer(INDICES)
     seen: list[Tensor] = []

@@ -66,9 +66,6 @@ def test_fine_grids_give_what_torch_gives(variant: str, mode: str) -> None:
                 assert got[0].sorted_indices is x.sorted_indices and got[0].unsorted_indices is x.unsorted_indices
 
 
-# --- the same grids in NumPy, float64 ---
-
-
 def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
@@ -128,9 +125,6 @@ def test_coarse_grids_give_what_numpy_gives(variant: str, bits: int, mode: str) 
     np.testing.assert_allclose(twin(x)[0].detach().numpy(), expected, rtol=0, atol=1e-9 if mode == "train" else 2e-6)
 
 
-# --- training ---
-
-
 @kinds
 def test_one_layer_with_dropout_warns_no_second_time(kind: Any) -> None:
     with warnings.catch_warnings():
@@ -185,10 +179,7 @@ def test_calibration_sees_weights_that_changed() -> None:
         torch.testing.assert_close(twin.get_submodule(name).weight_quantizer.scale, 2 * scale)
 
 
-# --- plumbing ---
-
-
-def test_reset_parameters_draws_as_torch_and_leaves_the_quantizers() -> None:
+def test_reset_parameters_leaves_the_quantizers() -> None:
     layer, twin = nn.GRU(4, 6), QuantGRU(4, 6)
     grids = {name: value.clone() for name, value in twin.state_dict().items() if "product" in name}
     for module in (layer, twin):

@@ -114,9 +114,6 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
-# Single layers
-
-
 def activations(model: nn.Module) -> list[Quantizer]:
     return [part for part in model.modules() if isinstance(part, Quantizer) and part.role == "activation"]
 
@@ -158,8 +155,6 @@ def assert_learns(model: nn.Module) -> None:
         assert bool(grad.isfinite().all()), name
         assert bool((grad != 0).any()), f"{name} does not learn"
 
-
-# The same grids in NumPy, float64
 
 Array = NDArray[np.float64]
 

@@ -14,10 +14,10 @@ from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
 from tests.references.prepared_case import activation_quantizers, assert_takes_float_state, without_quantizers
 
-QUICK = ("googlenet", "mobilenet_v3_small", "shufflenet_v2_x0_5")
+QUICK = ("mobilenet_v3_small", "shufflenet_v2_x0_5")
 SLOW = (
     "convnext_tiny", "densenet121", "efficientnet_b0", "mnasnet0_5", "mobilenet_v2", "regnet_y_400mf", "resnet18",
-    "squeezenet1_1", "swin_t", "lraspp_mobilenet_v3_large",
+    "googlenet", "squeezenet1_1", "swin_t", "lraspp_mobilenet_v3_large",
     "vit_b_32", "ssdlite320_mobilenet_v3_large",
     "alexnet", "inception_v3", "maxvit_t", "resnext50_32x4d", "swin_v2_t", "vgg11_bn", "deeplabv3_mobilenet_v3_large",
     "fcn_resnet50", "fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn", "fcos_resnet50_fpn",
@@ -25,10 +25,7 @@ SLOW = (
     "swin3d_t", "mvit_v1_b", "raft_small", "raft_large",
 )  # fmt: skip
 
-FINE = qat.QuantRecipe(
-    weight=qat.QuantSpec(bits=16),
-    activation=qat.QuantSpec(bits=16, init="minmax"),
-)
+FINE = qat.QuantRecipe(weight=qat.QuantSpec(bits=16), activation=qat.QuantSpec(bits=16, init="minmax"))
 """Grids so fine that rounding does not show in the outputs: random deep networks amplify that of 8 bits."""
 
 DETECTION = ("ssd", "rcnn", "retinanet", "fcos")
@@ -37,6 +34,7 @@ DETECTION = ("ssd", "rcnn", "retinanet", "fcos")
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_family_trains_and_evaluates_on_integers(name: str) -> None:
+    """A slow one alone proves the wiring of its own family; googlenet's heads in training: `by_mode`."""
     case = build(name)
     if hasattr(case.model, "roi_heads"):
         case.model.roi_heads.score_thresh = 0.0  # without detections the mask head would have no input

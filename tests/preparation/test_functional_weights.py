@@ -1,4 +1,4 @@
-"""Functional layers: `F.linear(x, self.qkv.weight)`, slices of weights, computed weights, convolutions."""
+"""Weights that functions read, and BatchNorms that are handed to the layer before them: the results stay the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torchvision.ops import FrozenBatchNorm2d
 
 import qat
-from qat.layers import QuantFunction, QuantLayer, QuantLinear
+from qat.layers import QuantEmbedding, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from tests.references.prepared_case import (
     Plain,
     activation_quantizers,
+    assert_close_to_float,
     assert_computes_as,
     assert_takes_float_state,
     draw,
@@ -51,52 +54,33 @@ FLAT, IMAGE = draw(6, 8), draw(2, 3, 8, 8)
 # Forward, parts, input, and the resulting quantized layers.
 READS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, dict[str, type[nn.Module]]]] = {
     "whole": (whole, {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear}),
-    "another bias": (
-        lambda self, x: F.linear(x, self.l.weight, self.b),
-        {"l": nn.Linear(8, 8), "b": parameter(8)}, FLAT, {"l": QuantLinear},
-    ),
-    "a bias for one without": (
-        lambda self, x: F.linear(x, self.l.weight, self.b),
-        {"l": nn.Linear(8, 8, bias=False), "b": parameter(8)}, FLAT, {"l": QuantLinear},
-    ),
-    "twice": (
-        lambda self, x: F.linear(F.linear(x, self.l.weight, self.l.bias), self.l.weight, self.l.bias),
-        {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear},
-    ),
-    "read and called": (
-        lambda self, x: self.l(F.linear(x, self.l.weight, self.l.bias)),
-        {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear},
-    ),
-    "transposed": (
-        lambda self, x: F.linear(x, self.l.weight.t()), {"l": nn.Linear(8, 8)}, FLAT, {"linear": QuantFunction},
-    ),
-    "slices": (
-        in_two_slices, {"w": parameter(16, 8), "b": parameter(16)}, FLAT,
-        {"linear": QuantFunction, "linear_1": QuantFunction},
-    ),
-    "normalised by hand": (
-        normalised, {"g": parameter(8, 1), "v": parameter(8, 8), "b": parameter(8)}, FLAT, {"linear": QuantFunction},
-    ),
-    "conv2d": (
-        lambda self, x: F.conv2d(x, self.w, self.b, 2, 1),
-        {"w": parameter(4, 3, 3, 3), "b": parameter(4)}, IMAGE, {"conv2d": QuantFunction},
-    ),
-    "grouped conv2d": (
-        lambda self, x: F.conv2d(x, self.w, None, 1, 1, 1, 3), {"w": parameter(3, 1, 3, 3)}, IMAGE,
-        {"conv2d": QuantFunction},
-    ),
-    "a layer's conv2d": (
-        lambda self, x: F.conv2d(x, self.l.weight, self.l.bias, padding=1), {"l": nn.Conv2d(3, 4, 3)}, IMAGE,
-        {"conv2d": QuantFunction},
-    ),
+    "another bias": (lambda self, x: F.linear(x, self.l.weight, self.b), {"l": nn.Linear(8, 8), "b": parameter(8)},
+                     FLAT, {"l": QuantLinear}),
+    "a bias for one without": (lambda self, x: F.linear(x, self.l.weight, self.b),
+                               {"l": nn.Linear(8, 8, bias=False), "b": parameter(8)}, FLAT, {"l": QuantLinear}),
+    "twice": (lambda self, x: F.linear(F.linear(x, self.l.weight, self.l.bias), self.l.weight, self.l.bias),
+              {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear}),
+    "read and called": (lambda self, x: self.l(F.linear(x, self.l.weight, self.l.bias)), {"l": nn.Linear(8, 8)}, FLAT,
+                        {"l": QuantLinear}),
+    "of an embedding": (lambda self, x: F.linear(self.e(x), self.e.weight), {"e": nn.Embedding(10, 8)},
+                        torch.arange(10).view(2, 5), {"e": QuantEmbedding, "linear": QuantFunction}),
+    "transposed": (lambda self, x: F.linear(x, self.l.weight.t()), {"l": nn.Linear(8, 8)}, FLAT,
+                   {"linear": QuantFunction}),
+    "slices": (in_two_slices, {"w": parameter(16, 8), "b": parameter(16)}, FLAT,
+               {"linear": QuantFunction, "linear_1": QuantFunction}),
+    "normalised by hand": (normalised, {"g": parameter(8, 1), "v": parameter(8, 8), "b": parameter(8)}, FLAT,
+                           {"linear": QuantFunction}),
+    "conv2d": (lambda self, x: F.conv2d(x, self.w, self.b, 2, 1), {"w": parameter(4, 3, 3, 3), "b": parameter(4)},
+               IMAGE, {"conv2d": QuantFunction}),
+    "grouped conv2d": (lambda self, x: F.conv2d(x, self.w, None, 1, 1, 1, 3), {"w": parameter(3, 1, 3, 3)}, IMAGE,
+                       {"conv2d": QuantFunction}),
+    "a layer's conv2d": (lambda self, x: F.conv2d(x, self.l.weight, self.l.bias, padding=1), {"l": nn.Conv2d(3, 4, 3)},
+                         IMAGE, {"conv2d": QuantFunction}),
     "standardised conv2d": (standardised, {"w": parameter(4, 3, 3, 3)}, IMAGE, {"conv2d": QuantFunction}),
-    "conv1d": (
-        lambda self, x: F.conv1d(x.flatten(2), self.w), {"w": parameter(4, 3, 5)}, IMAGE, {"conv1d": QuantFunction},
-    ),
-    "conv3d": (
-        lambda self, x: F.conv3d(x[:, :, None], self.w), {"w": parameter(4, 3, 1, 3, 3)}, IMAGE,
-        {"conv3d": QuantFunction},
-    ),
+    "conv1d": (lambda self, x: F.conv1d(x.flatten(2), self.w), {"w": parameter(4, 3, 5)}, IMAGE,
+               {"conv1d": QuantFunction}),
+    "conv3d": (lambda self, x: F.conv3d(x[:, :, None], self.w), {"w": parameter(4, 3, 1, 3, 3)}, IMAGE,
+               {"conv3d": QuantFunction}),
 }  # fmt: skip
 
 
@@ -109,6 +93,14 @@ def test_a_weight_is_quantized_where_it_is_read(case: str) -> None:
     assert_takes_float_state(model, net.state_dict())
 
 
+def test_a_parametrised_weight_that_a_function_reads() -> None:
+    net = Plain(whole, l=weight_norm(nn.Linear(8, 8))).eval()
+    model = qat.prepare(net, example_inputs=FLAT)
+    assert quantized_layers(model) == {"linear": QuantFunction}
+    assert_computes_as(net, model, FLAT)
+    assert_close_to_float(net, model, FLAT)
+
+
 def mixed(self: Any, x: Tensor) -> Tensor:
     """A convolution with its own kernel, a linear function on a slice, and one on a layer's weight."""
     return whole(self, F.relu(F.linear(F.conv2d(x, self.kernel).flatten(1), self.w[:8])))
@@ -117,15 +109,12 @@ def mixed(self: Any, x: Tensor) -> Tensor:
 MIXED = Plain(mixed, kernel=parameter(2, 3, 7, 7), w=parameter(16, 8), l=nn.Linear(8, 8)).eval()
 
 
-@pytest.mark.parametrize(
-    ("pattern", "quantized", "left"),
-    [
-        ("linear", {"conv2d", "l"}, {"linear", "w"}),
-        ("l", {"conv2d", "linear"}, {"l"}),
-        ("type:Conv2d", {"linear", "l"}, {"conv2d", "kernel"}),
-        ("type:Linear", {"conv2d"}, {"linear", "l", "w"}),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "quantized", "left"), [
+    ("linear", {"conv2d", "l"}, {"linear", "w"}),
+    ("l", {"conv2d", "linear"}, {"l"}),
+    ("type:Conv2d", {"linear", "l"}, {"conv2d", "kernel"}),
+    ("type:Linear", {"conv2d"}, {"linear", "l", "w"}),
+])  # fmt: skip
 def test_patterns_skip_reads_by_name_and_kind(pattern: str, quantized: set[str], left: set[str]) -> None:
     model = qat.prepare(MIXED, qat.QuantRecipe(overrides={pattern: {"skip": True}}), example_inputs=IMAGE)
     reasons = noted(model, LEFT_IN_FLOAT)
@@ -156,3 +145,98 @@ def test_functions_without_a_twin_are_named() -> None:
         "w": "conv_transpose2d reads it as a plain tensor",
     }
     assert_computes_as(net, model, IMAGE)
+
+
+class NormAct(nn.BatchNorm2d):
+    """Written like timm.layers.BatchNormAct2d."""
+
+    def __init__(self, channels: int, act: nn.Module) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, "expected 4D input")
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+        statistics = self.running_mean, self.running_var
+        x = F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return self.act(self.drop(x))
+
+
+def convs(**others: nn.Module) -> dict[str, nn.Module]:
+    return {"a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(4, 4, 3, padding=1), "n": nn.BatchNorm2d(4), **others}
+
+
+def bulk(self: Any, x: Tensor) -> Tensor:
+    return self.b(F.relu(self.n(self.a(x))))
+
+
+def read_by_others(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    return self.b(self.n(y) + y)
+
+
+IMAGES, ROWS, TOKENS = draw(4, 3, 6, 6), draw(6, 8), draw(3, 4, 8)
+BEFORE, OTHERS = "no quantized convolution directly before it", "the output of a is read by others too"
+
+# Forward, parts, input, the norms that are passed to layers in the order of the calls, and why the others are not.
+NORMS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, list[str], dict[str, str]]] = {
+    "conv, norm, ReLU": (bulk, convs(), IMAGES, ["n"], {}),
+    "without scale and shift": (bulk, convs(n=nn.BatchNorm2d(4, affine=False)), IMAGES, ["n"], {}),
+    "frozen": (bulk, convs(n=FrozenBatchNorm2d(4)), IMAGES, ["n"], {}),
+    "without statistics": (bulk, convs(n=nn.BatchNorm2d(4, track_running_stats=False)), IMAGES, [],
+                           {"n": "it keeps no running statistics to fold"}),
+    "another norm": (bulk, convs(n=nn.GroupNorm(2, 4)), IMAGES, [], {"n": "GroupNorm computes in float"}),
+    "read by others": (read_by_others, convs(), IMAGES, [], {"n": OTHERS}),
+    "norm first": (lambda self, x: self.b(self.a(self.n(x))), convs(n=nn.BatchNorm2d(3)), IMAGES, [], {"n": BEFORE}),
+    "dropout between": (lambda self, x: self.b(self.n(F.dropout(self.a(x), 0.3, self.training))), convs(), IMAGES, [],
+                        {"n": BEFORE}),
+    "one layer, two norms": (lambda self, x: self.m(self.b(F.relu(self.n(self.b(self.a(x)))))),
+                             convs(m=nn.BatchNorm2d(4)), IMAGES, ["n", "m"], {}),
+    "two layers, one norm": (lambda self, x: self.n(self.b(F.relu(self.n(self.a(x))))), convs(), IMAGES, ["n", "n"],
+                             {}),
+    "a norm of a norm": (lambda self, x: self.b(self.m(self.n(self.a(x)))), convs(m=nn.BatchNorm2d(4)), IMAGES, ["n"],
+                         {"m": "a folds another BatchNorm already"}),
+    "an activation inside": (bulk, convs(n=NormAct(4, nn.SiLU())), IMAGES, ["n"], {}),
+    "an activation with parameters inside": (bulk, convs(n=NormAct(4, nn.PReLU(4))), IMAGES, ["n"],
+                                             {"n.act": "PReLU computes in float"}),
+    "conv1d": (bulk, {"a": nn.Conv1d(3, 4, 3), "b": nn.Conv1d(4, 4, 1), "n": nn.BatchNorm1d(4)}, IMAGES[..., 0], ["n"],
+               {}),
+    "transposed": (bulk, convs(a=nn.ConvTranspose2d(3, 4, 2, stride=2)), IMAGES, ["n"], {}),
+    "linear": (bulk, {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "n": nn.BatchNorm1d(8)}, ROWS, ["n"], {}),
+    "linear, another axis": (bulk, {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "n": nn.BatchNorm1d(4)}, TOKENS, [],
+                             {"n": BEFORE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_a_norm_directly_behind_a_layer_is_handed_to_it(case: str) -> None:
+    forward, parts, x, handed, left = NORMS[case]
+    net = Plain(forward, **parts).eval()
+    for name, buffer in net.named_buffers():
+        if "running" in name or isinstance(net.n, FrozenBatchNorm2d):
+            buffer.copy_(0.5 + draw(*buffer.shape, seed=len(name)).abs())
+    model = qat.prepare(net, example_inputs=x)
+    assert isinstance(model, fx.GraphModule)
+    assert [str(node.kwargs["norm"].target) for node in model.graph.nodes if "norm" in node.kwargs] == handed
+    assert noted(model, LEFT_IN_FLOAT) == left
+    assert_computes_as(net, model, x)
+    assert_close_to_float(net, model, x)
+
+
+class Softer(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, 100 * self.eps)
+
+
+def twice(self: Any, x: Tensor) -> Tensor:
+    return self.n(self.b(self.n(self.a(x))))
+
+
+@pytest.mark.parametrize(("forward", "norm"), [(bulk, Softer), (twice, NormAct)])
+def test_a_norm_that_no_module_computes_stays_in_parts(forward: Any, norm: type[NormAct]) -> None:
+    net = Plain(forward, **convs(n=norm(4, nn.ReLU()))).eval()
+    model = qat.prepare(net, example_inputs=IMAGES)
+    assert "in evaluation only" in noted(model, LEFT_IN_FLOAT)["(the model)"]
+    assert_computes_as(net, model, IMAGES)

@@ -22,7 +22,7 @@ from tests.references.prepared_case import (
 )
 
 
-def test_one_quantizer_a_tensor_placed_at_the_end_of_its_producer() -> None:
+def test_one_quantizer_a_tensor_at_the_end_of_its_producer() -> None:
     model = qat.prepare(Net(), example_inputs=torch.randn(1, 3, 8, 8))
     # Each runs once; the max pool and the flatten pass the grid on; the logits stay in float.
     assert calls(model) == [
@@ -70,56 +70,40 @@ PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, se
     "conv, sigmoid is the output": (lambda self, x: self.a(x).sigmoid(), convs(), IMAGE, {"input", "a"}),
     "linear, GELU": (lambda self, x: self.b(F.gelu(self.a(x))), layers(), FLAT, {"input", "gelu"}),
     "sum": (lambda self, x: self.b(self.a(x) + x), layers(), FLAT, {"input", "a", "add"}),
-    "sum that a norm reads": (
-        lambda self, x: self.b(self.n(self.a(x) + x)), layers(n=nn.LayerNorm(8)), FLAT, {"input", "n"},
-    ),
+    "sum that a norm reads": (lambda self, x: self.b(self.n(self.a(x) + x)), layers(n=nn.LayerNorm(8)), FLAT,
+                              {"input", "n"}),
     "sum that is the output": (lambda self, x: self.b(x) + self.a(x), layers(), FLAT, {"input"}),
-    "position embedding": (
-        lambda self, x: self.b(self.a(x) + self.p), layers(p=nn.Parameter(torch.zeros(4, 8))), FLAT, {"input", "add"},
-    ),
-    "product with a parameter": (
-        lambda self, x: self.b(x @ self.p), layers(p=nn.Parameter(torch.zeros(8, 8))), FLAT, {"input", "p", "matmul"},
-    ),
-    "product": (
-        lambda self, x: self.b(torch.bmm(self.a(x).mT, x)), layers(), TOKENS, {"input", "a", "bmm"},
-    ),
+    "position embedding": (lambda self, x: self.b(self.a(x) + self.p), layers(p=nn.Parameter(torch.zeros(4, 8))), FLAT,
+                           {"input", "add"}),
+    "product with a parameter": (lambda self, x: self.b(x @ self.p), layers(p=nn.Parameter(torch.zeros(8, 8))), FLAT,
+                                 {"input", "p", "matmul"}),
+    "product": (lambda self, x: self.b(torch.bmm(self.a(x).mT, x)), layers(), TOKENS, {"input", "a", "bmm"}),
     "product that is the output": (lambda self, x: self.a(x) @ x.mT, layers(), TOKENS, {"input", "a"}),
-    "cat": (
-        lambda self, x: self.b(torch.cat([self.a(x), x], 1)), layers(b=nn.Linear(16, 8)), FLAT, {"input", "a", "cat"},
-    ),
+    "cat": (lambda self, x: self.b(torch.cat([self.a(x), x], 1)), layers(b=nn.Linear(16, 8)), FLAT,
+            {"input", "a", "cat"}),
     "average": (lambda self, x: self.b(self.a(x).mean(1)), layers(), TOKENS, {"input", "mean"}),
     "pool, interpolate, pad": (
         lambda self, x: self.b(F.pad(F.interpolate(F.avg_pool2d(self.a(x), 2), scale_factor=2), (1, 1))), convs(),
         IMAGE, {"input", "a", "interpolate"},
     ),
-    "padding with a number": (
-        lambda self, x: self.b(F.pad(self.a(x), (1, 1), value=3.0)), convs(), IMAGE, {"input", "a", "pad"},
-    ),
-    "moves": (
-        lambda self, x: self.b(self.a(x).permute(2, 0, 1).flip(0).flatten(1)[:, :8].reshape(8, 8)), layers(), TOKENS,
-        {"input", "flip"},
-    ),
+    "padding with a number": (lambda self, x: self.b(F.pad(self.a(x), (1, 1), value=3.0)), convs(), IMAGE,
+                              {"input", "a", "pad"}),
+    "moves": (lambda self, x: self.b(self.a(x).permute(2, 0, 1).flip(0).flatten(1)[:, :8].reshape(8, 8)), layers(),
+              TOKENS, {"input", "flip"}),
     "a chunk": (lambda self, x: self.b(self.a(x).chunk(2, 1)[1]), layers(b=nn.Linear(4, 8)), FLAT, {"input", "a"}),
-    "q, k and v of one projection": (
-        index_qkv, {"qkv": nn.Linear(8, 24), "b": nn.Linear(8, 8)}, TOKENS,
-        {"input", "getitem", "getitem_1", "getitem_2", "softmax", "matmul"},
-    ),
+    "q, k and v of one projection": (index_qkv, {"qkv": nn.Linear(8, 24), "b": nn.Linear(8, 8)}, TOKENS,
+                                     {"input", "getitem", "getitem_1", "getitem_2", "softmax", "matmul"}),
     "indices and gathered values": (pick, layers(), FLAT, {"input", "a", "gather", "add"}),
-    "look-up": (
-        lambda self, x: self.b(self.a(x)), layers(a=nn.Embedding(9, 8)), torch.arange(8).view(2, 4), {"a"},
-    ),
-    "look-ups added": (
-        lambda self, x: self.b(self.a(x) + self.p(torch.arange(x.size(1)))),
-        layers(a=nn.Embedding(9, 8), p=nn.Embedding(4, 8)), torch.arange(8).view(2, 4), {"a", "p", "add"},
-    ),
-    "integers of a mask": (
-        lambda self, x: self.b(x.float() * (x > 3)), layers(), torch.arange(16).view(2, 8), {"mul"},
-    ),
+    "look-up": (lambda self, x: self.b(self.a(x)), layers(a=nn.Embedding(9, 8)), torch.arange(8).view(2, 4), {"a"}),
+    "look-ups added": (lambda self, x: self.b(self.a(x) + self.p(torch.arange(x.size(1)))),
+                       layers(a=nn.Embedding(9, 8), p=nn.Embedding(4, 8)), torch.arange(8).view(2, 4),
+                       {"a", "p", "add"}),
+    "integers of a mask": (lambda self, x: self.b(x.float() * (x > 3)), layers(), torch.arange(16).view(2, 8), {"mul"}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_every_operand_of_integer_work_has_a_grid_and_nothing_else(case: str) -> None:
+def test_operands_of_integer_work_have_grids_and_nothing_else(case: str) -> None:
     forward, parts, x, names = PLACES[case]
     net = Plain(forward, **parts).eval()
     model = qat.prepare(net, example_inputs=x)
@@ -181,14 +165,16 @@ def test_shape_arithmetic_is_not_quantized() -> None:
     assert_computes_as(net, model, draw(5, 2, 2, 2))  # another batch
 
 
-def test_activations_in_place_whose_results_are_returned_in_a_dictionary_read_the_grids_before_them() -> None:
+def test_activations_in_place_read_the_grids_before_them() -> None:
+    """A quantizer of a tensor that an in-place activation changes, and that the model returns, is read."""
+
     def features(self: Any, x: Tensor) -> OrderedDict[str, Tensor]:
-        first = self.act(self.a(x))
+        first = self.act(self.n(self.a(x)))
         second = self.act(self.b(first))
         return OrderedDict(first=first, second=second, third=self.c(second))
 
     parts = {name: nn.Conv2d(width, 4, 1) for name, width in (("a", 3), ("b", 4), ("c", 4))}
-    net = Plain(features, **parts, act=nn.Hardswish(inplace=True))
+    net = Plain(features, **parts, n=nn.BatchNorm2d(4), act=nn.Hardswish(inplace=True))
     model = qat.prepare(net, example_inputs=torch.randn(2, 3, 4, 4))
     calls = [node for node in model.graph.nodes if "quantizer" in str(node.target)]
     assert {"a_quantizer", "b_quantizer"} <= {str(node.target) for node in calls}

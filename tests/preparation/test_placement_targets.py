@@ -57,11 +57,15 @@ PRODUCTS_AND_SUMS = {"add", "mul", "cat", "stack", "matmul", "avg_pool"}
 X = draw(3, 4, 8, 8)
 
 
-def prepared(operate: Callable[[Tensor, Tensor], Tensor], target: Any) -> fx.GraphModule:
-    """Two linear layers, an operation on their results, and a linear layer that reads it."""
-    parts = {"a": nn.Linear(8, 8), "c": nn.Linear(8, 8), "b": nn.Linear(8, 3)}
-    net = Plain(lambda self, x: self.b(operate(self.a(x), self.c(x))), **parts)
-    return qat.prepare(net.eval(), qat.QuantRecipe(target=target), X)
+def prepared(target: Any) -> fx.GraphModule:
+    """For each operation two linear layers, itself on their results, and a linear layer that reads it."""
+
+    def forward(self: Any, x: Tensor) -> list[Tensor]:
+        a, b, c = ([getattr(self, f"{name}_{part}") for name in OPERATIONS] for part in "abc")
+        return [b[i](operate(a[i](x), c[i](x))) for i, (operate, _) in enumerate(OPERATIONS.values())]
+
+    parts = {f"{name}_{part}": nn.Linear(8, 3 if part == "b" else 8) for name in OPERATIONS for part in "abc"}
+    return qat.prepare(Plain(forward, **parts).eval(), qat.QuantRecipe(target=target), X)
 
 
 def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
@@ -72,48 +76,41 @@ def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
 
 
 @EACH
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_gets_grids_as_its_target_computes_it(operation: str, target: Any) -> None:
-    profile, both = PROFILES[target], OPERATIONS[operation][1]
-    model = prepared(OPERATIONS[operation][0], target)
-    operands = [quantizer_behind(model, name) for name in ("a", "c")[: 1 + both]]
-    result = input_grid(model, "b")
-    if operation in profile.float_operations - profile.split_operations:
-        assert operands == [None] * len(operands)
-    elif operation in PRODUCTS_AND_SUMS | profile.split_operations or profile.quantizes_outputs:
-        wanted = operands[:1] if operation == "div" else operands
-        assert all(isinstance(operand, Quantizer) for operand in wanted)
-    if operation in profile.shared_grids:
-        assert all(operand is result for operand in operands), "one grid for inputs and result"
-    else:
-        assert result not in operands
+def test_an_operation_gets_grids_as_its_target_computes_it(target: Any) -> None:
+    profile, model = PROFILES[target], prepared(target)
+    for operation, (_, both) in OPERATIONS.items():
+        operands = [quantizer_behind(model, f"{operation}_{part}") for part in ("a", "c")[: 1 + both]]
+        result = input_grid(model, f"{operation}_b")
+        if operation in profile.float_operations - profile.split_operations:
+            assert operands == [None] * len(operands), operation
+        elif operation in PRODUCTS_AND_SUMS | profile.split_operations or profile.quantizes_outputs:
+            wanted = operands[:1] if operation == "div" else operands
+            assert all(isinstance(operand, Quantizer) for operand in wanted), operation
+        if operation in profile.shared_grids:
+            assert all(operand is result for operand in operands), f"{operation}: one grid for inputs and result"
+        else:
+            assert result not in operands, operation
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     assert all(quantizer.spec == getattr(profile, quantizer.role) for quantizer in quantizers)
 
 
-class Everything(nn.Module):
-    """A small net with everything that needs a decision: residual, cat, pools, squeeze-excitation, attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(4)
-        self.c, self.se = nn.Conv2d(8, 4, 1), SqueezeExcitation(4, 2)
-        self.qkv, self.fc = nn.Linear(4, 12), nn.Linear(4, 3)
-        self.place = nn.Parameter(draw(16, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.a(x))
-        x = F.relu(self.bn(self.b(x)) + x)
-        x = torch.cat([x, F.max_pool2d(x, 3, 1, 1)], 1)
-        x = F.silu(self.se(F.avg_pool2d(F.relu(self.c(x)), 2)))
-        tokens = x.flatten(2).mT + self.place
-        q, k, v = self.qkv(tokens).chunk(3, -1)
-        return self.fc((torch.softmax(q @ k.mT / 2, -1) @ v).mean(1))
+def forward_of_everything(self: Any, x: Tensor) -> Tensor:
+    """All that needs a decision: residual, cat, pools, squeeze-excitation, attention."""
+    x = F.relu(self.a(x))
+    x = F.relu(self.bn(self.b(x)) + x)
+    x = torch.cat([x, F.max_pool2d(x, 3, 1, 1)], 1)
+    x = F.silu(self.se(F.avg_pool2d(F.relu(self.c(x)), 2)))
+    tokens = x.flatten(2).mT + self.place
+    q, k, v = self.qkv(tokens).chunk(3, -1)
+    return self.fc((torch.softmax(q @ k.mT / 2, -1) @ v).mean(1))
 
 
 def everything(target: Any) -> tuple[nn.Module, fx.GraphModule]:
-    net = Everything().eval()
+    net = Plain(
+        forward_of_everything, a=nn.Conv2d(3, 4, 3, padding=1), b=nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        bn=nn.BatchNorm2d(4), c=nn.Conv2d(8, 4, 1), se=SqueezeExcitation(4, 2), qkv=nn.Linear(4, 12),
+        fc=nn.Linear(4, 3), place=nn.Parameter(draw(16, 4)),
+    ).eval()  # fmt: skip
     net.bn.running_mean.normal_()
     return net, qat.prepare(net, qat.QuantRecipe(target=target), draw(3, 3, 8, 8))
 
@@ -202,7 +199,7 @@ DENSE = Plain(dense, layers=DENSE_LAYERS, fc=nn.Linear(12, 4)).eval()
 
 
 @EACH
-def test_concatenations_in_a_row_are_on_one_grid_from_the_input_on(target: Any) -> None:
+def test_concatenations_in_a_row_are_on_one_grid(target: Any) -> None:
     net, x = DENSE, draw(4, 3, 6, 6)
     model = qat.prepare(net, qat.QuantRecipe(target=target), x)
     grids = {id(input_grid(model, f"layers.{number}")) for number in range(3)}
@@ -213,13 +210,10 @@ def test_concatenations_in_a_row_are_on_one_grid_from_the_input_on(target: Any) 
     assert len(scales) == sum(isinstance(m, Quantizer) and m.role == "activation" for m in model.modules())
 
 
-def test_the_widest_reader_decides_about_a_shared_grid_and_the_others_read_one_behind_it() -> None:
-    recipe = qat.QuantRecipe(
-        activation=qat.QuantSpec(bits=4, signed=True, symmetric=True),
-        overrides={"layers.1": {"activation": {"bits": 6}}},
-        target="tensorrt",
-        residual_bits=4,
-    )
+def test_the_widest_reader_decides_about_a_shared_grid() -> None:
+    recipe = qat.QuantRecipe(activation=qat.QuantSpec(bits=4, signed=True, symmetric=True),
+                             overrides={"layers.1": {"activation": {"bits": 6}}}, target="tensorrt",
+                             residual_bits=4)  # fmt: skip
     model = qat.prepare(DENSE, recipe, draw(4, 3, 6, 6))
     assert [input_grid(model, f"layers.{number}").spec.bits for number in range(3)] == [4, 6, 4]
     assert model.input_quantizer.spec.bits == 6

@@ -20,36 +20,30 @@ from qat.quantizer import Quantizer
 from tests.references.prepared_case import Net, Plain, assert_computes_as, assert_takes_float_state, draw, refused
 
 
-class ByMode(nn.Module):
+def by_mode() -> nn.Module:
     """An auxiliary head, a layer that is never called, persistent and non-persistent buffers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.fc, self.aux, self.unused = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(3, 3)
-        self.shift: Tensor
-        self.factor: Tensor
-        self.register_buffer("shift", torch.ones(2))
-        self.register_buffer("factor", torch.full((2,), 2.0), persistent=False)
-
-    def forward(self, x: Tensor) -> Any:
+    def forward(self: Any, x: Tensor) -> Any:
         y = F.dropout(F.relu(self.norm(self.conv(x))).mean((2, 3)), 0.1, self.training)
         return (self.fc(y) + self.shift, self.aux(y)) if self.training else self.fc(y) * self.factor
 
+    return Plain(forward, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), fc=nn.Linear(4, 2), aux=nn.Linear(4, 2),
+                 unused=nn.Linear(3, 3), shift=nn.Buffer(torch.ones(2)),
+                 factor=nn.Buffer(torch.full((2,), 2.0), persistent=False))  # fmt: skip
 
-class Tied(nn.Module):
+
+def tied() -> nn.Module:
     """Words in, words out, with one table; weights read in slices; constants made in forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 8) / 3)
-        self.embed, self.out = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        y = self.embed(words)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.embed(x)
         y = F.linear(y, self.weight[:8]) + F.linear(y, self.weight[8:])
         return self.out(y.relu() * torch.arange(1.0, 9.0))
+
+    out = nn.Linear(8, 10, bias=False)
+    net = Plain(forward, weight=nn.Parameter(torch.zeros(16, 8)), embed=nn.Embedding(10, 8), out=out)
+    net.out.weight = net.embed.weight
+    return net
 
 
 def in_parts(self: Any, x: Tensor) -> Tensor:
@@ -67,9 +61,9 @@ BODY = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "residual": (Net, draw(2, 3, 8, 8)),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), draw(2, 5, 8)),
-    "by mode": (ByMode, draw(2, 3, 8, 8)),
+    "by mode": (by_mode, draw(2, 3, 8, 8)),
     "in parts": (lambda: Plain(in_parts, body=BODY, norm=nn.BatchNorm1d(8), last=nn.Linear(8, 8)), draw(4, 8)),
-    "tied": (Tied, torch.arange(10).view(2, 5)),
+    "tied": (tied, torch.arange(10).view(2, 5)),
     "guarded": (lambda: Plain(pad, conv=nn.Conv2d(3, 4, 3)), draw(2, 3, 8, 8)),
 }
 
@@ -140,19 +134,19 @@ def trained_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", NETS)
-def test_a_model_moves_to_another_dtype(case: str, dtype: torch.dtype) -> None:
+def test_a_model_moves_to_another_dtype(case: str) -> None:
     _, model, x = ready(case)
     expected = model(x).detach()
-    model.to(dtype)
-    found = model(x.to(dtype) if x.is_floating_point() else x)
-    assert found.dtype is dtype
-    # Wider floats change only ties; half precision costs its missing digits.
-    error = float((found.detach().double() - expected.double()).square().mean().sqrt())
-    assert error < (0.01 if dtype is torch.float64 else 0.05) * float(expected.square().mean().sqrt())
-    gradients = trained_gradients(model, x.to(dtype) if x.is_floating_point() else x)
-    assert gradients and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        moved, given = copy.deepcopy(model).to(dtype), x.to(dtype) if x.is_floating_point() else x
+        found = moved(given)
+        assert found.dtype is dtype
+        # Wider floats change only ties; half precision costs its missing digits.
+        error = float((found.detach().double() - expected.double()).square().mean().sqrt())
+        assert error < (0.01 if dtype is torch.float64 else 0.05) * float(expected.square().mean().sqrt())
+        gradients = trained_gradients(moved, given)
+        assert gradients and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
 
 
 @pytest.mark.parametrize("case", ["residual", "in parts"])
@@ -211,7 +205,7 @@ class Containers(nn.Module):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_children_of_blocks_are_indexed_and_iterated_but_a_block_is_not_called(copied: Callable[..., Any]) -> None:
+def test_blocks_are_indexed_and_iterated_but_not_called(copied: Callable[..., Any]) -> None:
     model, x = qat.prepare(Containers(), example_inputs=draw(2, 3, 8, 8)), draw(2, 3, 8, 8)
     for each in (model, copied(model)):
         assert [type(child).__name__ for child in each.body][:3] == ["QuantConv2d", "BatchNorm2d", "ReLU"]
@@ -226,11 +220,9 @@ def test_children_of_blocks_are_indexed_and_iterated_but_a_block_is_not_called(c
 
 
 def four_or_eight(bits: int) -> nn.Module:
-    return qat.prepare(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval(),
-        qat.QuantRecipe(weight={"bits": bits}, activation={"bits": bits}),
-        draw(4, 3, 8, 8),
-    )
+    return qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval(),
+                       qat.QuantRecipe(weight={"bits": bits}, activation={"bits": bits}),
+                       draw(4, 3, 8, 8))  # fmt: skip
 
 
 def test_a_state_of_other_bits_brings_weights_and_no_ranges(tmp_path: Path) -> None:

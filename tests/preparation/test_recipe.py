@@ -13,13 +13,9 @@ from tests.references.prepared_case import refused
 
 
 def test_later_overrides_win_key_by_key():
-    recipe = QuantRecipe(
-        overrides={
-            "layer?.*": {"weight": {"bits": 4, "init": "mse"}},
-            "*.conv1": {"weight": {"bits": 3}, "activation": {"bits": 5}},
-            "layer1.0.conv1": {"activation": {"init": "percentile"}},
-        }
-    )
+    recipe = QuantRecipe(overrides={"layer?.*": {"weight": {"bits": 4, "init": "mse"}},
+                                    "*.conv1": {"weight": {"bits": 3}, "activation": {"bits": 5}},
+                                    "layer1.0.conv1": {"activation": {"init": "percentile"}}})  # fmt: skip
     layer = recipe.for_layer("layer1.0.conv1")
     assert (layer.weight.bits, layer.weight.init, layer.weight.granularity) == (3, "mse", "channel")
     assert (layer.activation.bits, layer.activation.init, layer.activation.signed) == (5, "percentile", False)
@@ -80,7 +76,7 @@ def test_a_wrong_recipe_is_refused(wrong, sentence):
         QuantRecipe(**wrong)
 
 
-def test_residual_bits_are_at_least_eight_on_the_targets_own_grid():
+def test_residual_bits_are_at_least_eight_on_the_targets_grid():
     for given, bits in (({"bits": 2, "rule": "pact"}, 8), ({"bits": 8}, 8), ({"bits": 16}, 16)):
         recipe = QuantRecipe(activation=given)
         assert recipe.residual.bits == bits and (recipe.residual.rule == "lsq" or recipe.residual == recipe.activation)
@@ -88,12 +84,9 @@ def test_residual_bits_are_at_least_eight_on_the_targets_own_grid():
 
 
 def test_first_and_last_layer_have_bits_of_their_own():
-    recipe = QuantRecipe(
-        weight=QuantSpec(bits=4, granularity="channel", init="mse"),
-        activation=QuantSpec(bits=3, signed=False, symmetric=False, init="percentile"),
-        first_bits=8,
-        last_bits=6,
-    )
+    recipe = QuantRecipe(weight=QuantSpec(bits=4, granularity="channel", init="mse"),
+                         activation=QuantSpec(bits=3, signed=False, symmetric=False, init="percentile"), first_bits=8,
+                         last_bits=6)  # fmt: skip
     found = {position: recipe.for_layer("any", nn.Conv2d, position) for position in (None, "first", "last")}
     bits = {position: (layer.weight.bits, layer.activation.bits) for position, layer in found.items()}
     assert bits == {None: (4, 3), "first": (8, 8), "last": (6, 6)}
@@ -109,7 +102,7 @@ def test_overrides_win_over_first_and_last_bits():
     assert (last.weight.bits, last.skipped_by) == (6, "head")
 
 
-def test_overrides_by_type_and_by_name_win_in_the_order_in_which_they_are_given():
+def test_overrides_by_type_and_by_name_win_in_their_order():
     changes = {"type:Linear": {"weight": {"bits": 4}}, "head": {"weight": {"bits": 6}}}
     by_name_last = QuantRecipe(overrides=changes)
     by_type_last = QuantRecipe(overrides=dict(reversed(changes.items())))
@@ -132,21 +125,18 @@ def test_a_class_as_a_key_is_written_out_and_keeps_its_place():
     assert QuantRecipe(overrides={nn.Conv2d: {"skip": True}}).for_layer("c", nn.Conv2d).skipped_by == "type:Conv2d"
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name", "kind", "fits"),
-    [
-        ("layer1.*", "layer1.0.conv1", None, True),
-        ("layer1", "layer1.0", nn.Conv2d, True),
-        ("type:Conv2d", "layer1.0", nn.Conv2d, True),
-        ("type:Conv2d", "layer1.0", nn.Conv1d, False),
-        ("type:Conv?d", "layer1.0", nn.Conv1d, True),
-        ("type:conv2d", "layer1.0", nn.Conv2d, False),
-        ("type:Conv2d", "layer1.0", None, False),
-        ("Head", "head", None, False),
-        ("*.downsample.[0-1]", "layer2.0.downsample.0", None, True),
-        ("*.downsample.[0-1]", "layer2.0.downsample.2", None, False),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "name", "kind", "fits"), [
+    ("layer1.*", "layer1.0.conv1", None, True),
+    ("layer1", "layer1.0", nn.Conv2d, True),
+    ("type:Conv2d", "layer1.0", nn.Conv2d, True),
+    ("type:Conv2d", "layer1.0", nn.Conv1d, False),
+    ("type:Conv?d", "layer1.0", nn.Conv1d, True),
+    ("type:conv2d", "layer1.0", nn.Conv2d, False),
+    ("type:Conv2d", "layer1.0", None, False),
+    ("Head", "head", None, False),
+    ("*.downsample.[0-1]", "layer2.0.downsample.0", None, True),
+    ("*.downsample.[0-1]", "layer2.0.downsample.2", None, False),
+])  # fmt: skip
 def test_what_a_key_fits(pattern, name, kind, fits):
     assert QuantRecipe.matches(pattern, name, kind) is fits
     layer = QuantRecipe(overrides={pattern: {"skip": True}}).for_layer(name, kind)
@@ -154,16 +144,13 @@ def test_what_a_key_fits(pattern, name, kind, fits):
 
 
 @pytest.mark.parametrize("given", [QuantSpec, dict], ids=["a spec", "a mapping"])
-@pytest.mark.parametrize(
-    ("target", "fields", "weight", "activation"),
-    [
-        ("onnxruntime", {"bits": 4}, "int4 narrow symmetric per channel", "uint4 affine per tensor"),
-        ("tensorrt", {"bits": 4}, "int4 narrow symmetric per channel", "int4 symmetric per tensor"),
-        ("onnxruntime_x86", {}, "int8 in -64..64 symmetric per channel", "uint8 affine per tensor"),
-        ("onnxruntime", {"granularity": "tensor"}, "int8 narrow symmetric per tensor", "uint8 affine per tensor"),
-        ("onnxruntime", {"signed": False}, "uint8 symmetric per channel", "uint8 affine per tensor"),
-    ],
-)
+@pytest.mark.parametrize(("target", "fields", "weight", "activation"), [
+    ("onnxruntime", {"bits": 4}, "int4 narrow symmetric per channel", "uint4 affine per tensor"),
+    ("tensorrt", {"bits": 4}, "int4 narrow symmetric per channel", "int4 symmetric per tensor"),
+    ("onnxruntime_x86", {}, "int8 in -64..64 symmetric per channel", "uint8 affine per tensor"),
+    ("onnxruntime", {"granularity": "tensor"}, "int8 narrow symmetric per tensor", "uint8 affine per tensor"),
+    ("onnxruntime", {"signed": False}, "uint8 symmetric per channel", "uint8 affine per tensor"),
+])  # fmt: skip
 def test_the_target_chooses_what_is_left_open(given, target, fields, weight, activation):
     recipe = QuantRecipe(weight=given(**fields), activation=given(**fields), target=target)
     assert (str(recipe.weight), str(recipe.activation)) == (weight, activation)

@@ -1,6 +1,7 @@
-"""Quantizer modules: their state, their range, their gradients, and the registry."""
+"""Quantizer modules: their state, their range, their gradients, the registry, and the axis of their blocks."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from qat.quantizer import (
 from qat.quantizer import registry as registry_module
 from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 from tests.references import reference
-from tests.references.prepared_case import refused
+from tests.references.prepared_case import Plain, refused
 from tests.references.rule_specs import plain
 
 SPECS = {
@@ -103,21 +104,18 @@ def test_set_range_writes_into_the_optimizers_parameters(spec, shape):
     assert all(parameter.requires_grad for parameter in quantizer.parameters())
 
 
-@pytest.mark.parametrize(
-    ("role", "grad_scale", "shape", "x_shape", "count"),
-    [
-        ("activation", "sample", (), (8, 3, 5, 5), 75),
-        ("activation", "batch", (), (8, 3, 5, 5), 600),
-        ("activation", "none", (), (8, 3, 5, 5), None),
-        ("activation", "sample", (3, 1, 1), (8, 3, 5, 5), 25),
-        ("activation", "batch", (3, 1, 1), (8, 3, 5, 5), 200),
-        ("activation", "sample", (), (7,), 7),
-        ("weight", "sample", (8, 1, 1, 1), (8, 3, 5, 5), 75),
-        ("weight", "batch", (8, 1, 1, 1), (8, 3, 5, 5), 75),
-        ("weight", "sample", (), (8, 3, 5, 5), 600),
-        ("weight", "none", (8, 1, 1, 1), (8, 3, 5, 5), None),
-    ],
-)
+@pytest.mark.parametrize(("role", "grad_scale", "shape", "x_shape", "count"), [
+    ("activation", "sample", (), (8, 3, 5, 5), 75),
+    ("activation", "batch", (), (8, 3, 5, 5), 600),
+    ("activation", "none", (), (8, 3, 5, 5), None),
+    ("activation", "sample", (3, 1, 1), (8, 3, 5, 5), 25),
+    ("activation", "batch", (3, 1, 1), (8, 3, 5, 5), 200),
+    ("activation", "sample", (), (7,), 7),
+    ("weight", "sample", (8, 1, 1, 1), (8, 3, 5, 5), 75),
+    ("weight", "batch", (8, 1, 1, 1), (8, 3, 5, 5), 75),
+    ("weight", "sample", (), (8, 3, 5, 5), 600),
+    ("weight", "none", (8, 1, 1, 1), (8, 3, 5, 5), None),
+])  # fmt: skip
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_scales_gradient_is_scaled_by_the_papers_factor(role, grad_scale, shape, x_shape, count, signed):
     spec = plain(bits=4, signed=signed, grad_scale=grad_scale)
@@ -241,3 +239,55 @@ def test_a_relative_step_multiplies_the_scale():
         quantizer(data(200)).sum().backward()
         gradients.append(quantizer.scale.grad)
     torch.testing.assert_close(gradients[1], gradients[0] * quantizer.scale.detach().square())
+
+
+Shape = tuple[int, ...]
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Shape, int]] = {
+    **{f"linear, {len(shape)} axes": (lambda: nn.Linear(8, 4), shape, -1) for shape in [(8,), (3, 8), (2, 3, 8)]},
+    "linear, 4 axes": (lambda: nn.Linear(8, 4), (2, 5, 3, 8), -1),
+    "conv1d": (lambda: nn.Conv1d(8, 4, 3), (2, 8, 6), 1),
+    "conv2d": (lambda: nn.Conv2d(8, 4, 3), (2, 8, 5, 6), 1),
+    "conv2d, one image": (lambda: nn.Conv2d(8, 4, 3), (8, 5, 6), 0),
+    "conv3d": (lambda: nn.Conv3d(8, 4, 3), (2, 8, 4, 5, 6), 1),
+    "functional conv1d": (
+        lambda: Plain(lambda self, x: nn.functional.conv1d(x, self.w), w=nn.Parameter(torch.ones(4, 8, 3))),
+        (2, 8, 6),
+        1,
+    ),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(8, 4, 3), (2, 8, 6), 1),
+    "conv_transpose2d": (lambda: nn.ConvTranspose2d(8, 4, 3), (2, 8, 5, 6), 1),
+}
+
+
+def blocks_of(x: np.ndarray, axis: int, size: int) -> np.ndarray:
+    """int8 with 6 bits behind the point, times the power of two below each block's largest value."""
+    rows = np.moveaxis(x, axis, -1)
+    blocks = rows.reshape(*rows.shape[:-1], -1, size)
+    scale = np.exp2(np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))))
+    found = np.clip(np.round(blocks / scale * 64), -127, 127) / 64 * scale
+    return np.moveaxis(found.reshape(rows.shape), -1, axis)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_blocks_lie_along_what_is_summed(name: str) -> None:
+    make, shape, axis = LAYERS[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.logspace(-2, 2, 8).reshape(
+        [8 if i == axis % len(shape) else 1 for i in range(len(shape))]
+    )
+    spec = {"rule": "mxint8", "bits": 8, "symmetric": True, "signed": True, "options": {"block_size": 4}}
+    model = qat.prepare(nn.Sequential(make()), qat.QuantRecipe(activation=spec), x)
+    seen: list[Tensor] = []
+    model.get_submodule("input_quantizer").register_forward_hook(lambda module, args, y: seen.append(y))
+    qat.calibrate(model, [(x,)])
+    model.train()(x)
+    assert np.array_equal(seen[-1].detach().numpy(), blocks_of(x.numpy(), axis, 4).astype(np.float32))
+
+
+def test_a_layers_own_quantizer_knows_it_too() -> None:
+    spec = qat.QuantSpec(rule="mxint8", bits=8, symmetric=True, signed=True)
+    for layer, axis in [
+        (qat.QuantLinear(8, 4, activation_spec=spec), -1),
+        (qat.QuantConv1d(8, 4, 3, activation_spec=spec), -2),
+    ]:
+        assert layer.input_quantizer is not None and layer.input_quantizer.summed_axis == axis

@@ -12,11 +12,9 @@ from tests.references import rule_specs as specs
 from tests.references.rule_specs import activation, every_quantizer, in_groups, tensor_of
 from tests.runs.rule_training import same_state, state_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:calibrate. the rule")  # tests/quantizer/test_lossy_rules.py
+pytestmark = pytest.mark.filterwarnings("ignore:calibrate. the rule")  # test_rule_options.py
 
 NAN, INF = math.nan, math.inf
-
-# Broken parameters.
 
 LEARNED = [
     (name, parameter)
@@ -106,9 +104,6 @@ def test_n2uq_comes_back_from_what_is_no_number(name, parameter, broken):
     assert best <= 2 * healthy
 
 
-# Very large and very small tensors.
-
-
 @pytest.mark.parametrize("size", [1e15, 1e-15, 1e-19])
 @specs.quantizers(lambda role, spec: spec.rule not in ("dorefa", "power_of_two") and spec.rule[:2] != "mx")
 def test_the_size_of_a_tensor_changes_nothing(role, spec, size):
@@ -130,9 +125,6 @@ def test_what_is_too_large_for_a_learned_scale_is_a_sentence():
         specs.fitted("activation", specs.ACTIVATIONS["lsq"], x * 1e30)
     quantizer = specs.fitted("activation", specs.ACTIVATIONS["minmax"], x * 1e30)
     assert (quantizer.eval()(x * 1e30) / 1e30 - x).norm() / x.norm() < 0.1
-
-
-# Degenerate tensors.
 
 
 @pytest.mark.parametrize("spec", specs.WEIGHTS.values(), ids=specs.WEIGHTS.keys())
@@ -270,13 +262,6 @@ def test_infinities_are_clipped(role, spec):
     y = quantizer.eval()(x)
     beside = y[0, :4] if role == "weight" and spec.granularity != "tensor" else y  # on the same scale
     assert y.isfinite().all() and y[0, 0, 0, 0] == beside.max() and y[0, 0, 0, 1] == beside.min()
-
-
-@pytest.mark.parametrize(("role", "spec"), [specs.QUANTIZERS[name] for name in ("weight apot", "weight apot, groups")])
-def test_apot_keeps_the_size_of_tiny_weights(role, spec):
-    x = tensor_of(role, spec)
-    y, tiny = specs.fitted(role, spec, x)(x), specs.fitted(role, spec, x * 2.0**-24)(x * 2.0**-24) * 2.0**24
-    assert 0.8 < tiny.square().sum() / y.square().sum() < 1.25
 
 
 def test_a_group_size_that_does_not_divide_is_refused():

@@ -1,7 +1,8 @@
-"""Specs and options that a rule refuses: the sentence names the rule, the value, and what would be right."""
+"""What a rule refuses, naming the rule, the value, and what would be right; and the rules that calibration warns of."""
 
 import dataclasses
 import math
+import warnings
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -12,6 +13,7 @@ import qat
 from qat.quantizer import create_quantizer
 from qat.quantizer.registry import quantizer_class
 from qat.spec import QuantSpec, Role
+from tests.references import rule_specs
 from tests.references import rule_specs as specs
 from tests.references.prepared_case import refused
 from tests.references.rule_specs import AFFINE_WEIGHT, EWGS, GROUPS, SIGNED, TENSOR, activation, weight
@@ -100,7 +102,7 @@ def test_every_option_of_every_rule_acts_or_is_refused(role: Role, rule: str) ->
             assert any(not torch.equal(usual[name], each) for name, each in found.items()), change
 
 
-def test_the_gradient_of_what_is_learned_has_the_factor_unless_a_decay_weighs_against_it() -> None:
+def test_what_is_learned_has_the_factor_unless_it_decays() -> None:
     """Point 57: without it ttq's levels rise per tensor under SGD before they learn."""
     assert weight("ttq", 2).grad_scale == activation("lsq").grad_scale == "sample"
     assert (
@@ -173,7 +175,7 @@ def test_a_layer_refuses_scales_that_its_input_cannot_have(change):
         qat.QuantLinear(8, 3, activation_spec=activation("lsq", 8, change))
 
 
-def test_negative_values_on_a_grid_without_them_are_refused_by_name():
+def test_negative_values_on_a_grid_without_them_are_refused():
     x = torch.tensor([[-1.25, 2.0]])
     for spec in (activation("lsq", 8, specs.FROM_ZERO), activation("learned_bits", 8, specs.FROM_ZERO)):
         model = nn.Sequential(create_quantizer(spec))
@@ -182,3 +184,36 @@ def test_negative_values_on_a_grid_without_them_are_refused_by_name():
             " use signed=True or symmetric=False"
         ):
             qat.calibrate(model, [x])
+
+
+def calibrated(weight: dict[str, object], mean: float = 0.02) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(144, 32)
+    with torch.no_grad():
+        layer.weight.normal_(std=0.02).add_(torch.randn(32, 1) * mean)
+    net, x = nn.Sequential(layer, nn.ReLU(), nn.Linear(32, 8)), torch.randn(64, 144)
+    model = qat.prepare(net, qat.QuantRecipe(weight), x)
+    qat.calibrate(model, [x])
+
+
+@pytest.mark.parametrize("bits", [5, 8])
+def test_a_rule_that_takes_the_means_away_is_warned_of(bits: int) -> None:
+    said = r"^calibrate: the rule 'apot' keeps \d+ dB of the weight of '0', where . bits .*\{'normalize': True\}"
+    with pytest.warns(UserWarning, match=said):
+        calibrated({"rule": "apot", "bits": bits, "options": {"normalize": True}})
+
+
+KEEPING = [
+    name for name, spec in rule_specs.WEIGHTS.items()
+    if spec.symmetric and not spec.options.get("normalize") and spec.options.get("rescale") is not False
+]  # fmt: skip
+"""The rules that do not change weights on purpose."""
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.02])
+@pytest.mark.parametrize("name", KEEPING)
+def test_no_rule_is_warned_of_for_what_its_bits_cannot_hold(name: str, mean: float) -> None:
+    spec = rule_specs.WEIGHTS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrated(spec, mean)

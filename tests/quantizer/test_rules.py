@@ -1,4 +1,4 @@
-"""Every registered rule as a module: the table of rules, one quantizer, observed ranges."""
+"""Every registered rule as a module: the table of rules, one quantizer, observed ranges, and its two switches."""
 
 import copy
 import dataclasses
@@ -7,9 +7,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import qat
-from qat.quantizer import create_quantizer, registered_quantizers, scale_shape
+from qat import QuantLinear, calibrate, freeze_scales
+from qat.quantizer import Quantizer, create_quantizer, registered_quantizers, scale_shape
 from qat.quantizer import registry as registry_module
 from qat.quantizer.base import Role
 from qat.spec import QuantSpec
@@ -21,9 +23,6 @@ from tests.runs.rule_training import same_state, state_of
 
 def table() -> list[tuple[Role, QuantSpec]]:
     return list(specs.QUANTIZERS.values())
-
-
-# The table.
 
 
 def test_the_table_holds_every_registered_rule():
@@ -45,9 +44,6 @@ def test_the_table_holds_every_role_and_every_option_of_a_rule():
     uniform = {spec.rule for _, spec in table() if registry_module._QUANTIZERS[spec.rule].uniform}
     assert {spec.rule for _, spec in table() if spec.ewgs == "fixed"} >= uniform - {"ema"}
     assert {spec.bits for _, spec in table()} >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 16}
-
-
-# One quantizer.
 
 
 @every_quantizer
@@ -120,7 +116,7 @@ def test_what_is_quantized_stays_as_it_is(role, spec):
 
 
 @every_quantizer
-def test_only_observed_ranges_follow_the_data_and_only_in_training(role, spec):
+def test_only_observed_ranges_follow_data_and_only_in_training(role, spec):
     quantizer = fitted(role, spec)
     before = state_of(quantizer)
     x = (tensor_of(role, spec, seed=1) * 100).requires_grad_()
@@ -222,7 +218,7 @@ def test_an_uncalibrated_quantizer_warns_and_runs(role, spec):
 
 
 @in_groups
-def test_groups_are_the_channels_of_a_weight_with_a_row_for_each_group(role, spec):
+def test_groups_are_channels_of_a_weight_of_more_rows(role, spec):
     x = tensor_of(role, spec)
     rows = x.reshape(12, 4, 3, 3)
     by_group = fitted(role, spec, x)
@@ -270,9 +266,6 @@ def test_ewgs_scales_the_gradient_by_the_distance_to_the_level(role, spec):
     assert not torch.equal(gradients[1], gradients[0])
 
 
-# Observed ranges.
-
-
 def extremes(batch: np.ndarray, axes: tuple[int, ...] | None) -> tuple[np.ndarray, np.ndarray]:
     """The lowest and the highest value, with zero included."""
     return np.minimum(batch.min(axes), 0), np.maximum(batch.max(axes), 0)
@@ -314,7 +307,7 @@ def test_a_binary_activation_starts_at_its_mean_magnitude():
 
 
 @quantizers(lambda role, spec: spec.rule == "power_of_two")
-def test_a_power_of_two_covers_the_range_it_is_given_and_not_twice_that(role, spec):
+def test_a_power_of_two_covers_its_range_and_not_twice_that(role, spec):
     spec = dataclasses.replace(spec, init="minmax")
     x = tensor_of(role, spec)
     quantizer = fitted(role, spec, x)
@@ -329,3 +322,74 @@ def test_a_power_of_two_covers_the_range_it_is_given_and_not_twice_that(role, sp
     for i in range(scale.numel()):
         needed, _ = reference.grid_of(np.ravel(low)[i], np.ravel(high)[i], spec.qmin, spec.qmax, spec.symmetric)
         assert needed <= scale.flatten()[i] * (1 + 1e-6) and scale.flatten()[i] < 2 * needed
+
+
+@every_quantizer
+def test_what_is_off_passes_and_what_is_frozen_keeps_its_state(role: Role, spec: QuantSpec) -> None:
+    quantizer, x = fitted(role, spec), tensor_of(role, spec)
+    assert not torch.equal(quantizer(x), x)
+    quantizer.is_disabled = True
+    assert quantizer(x) is x and quantizer.eval()(x) is x and not quantizer.has_integers
+    quantizer.train().is_disabled = False
+
+    quantizer(x)  # a minmax weight has seen this one last
+    quantizer.freeze()
+    before = {name: value.clone() for name, value in quantizer.state_dict().items()}
+    wider = (3 * tensor_of(role, spec, seed=1)).requires_grad_()
+    quantizer(wider).square().sum().backward()
+    assert wider.grad is not None and all(parameter.grad is None for parameter in quantizer.parameters())
+    assert before.pop("frozen") and all(torch.equal(quantizer.state_dict()[name], old) for name, old in before.items())
+
+
+@pytest.mark.parametrize("rule", ["minmax", "ema"])
+def test_frozen_observed_ranges_hold_after_loading_too(rule: str) -> None:
+    spec = QuantSpec(rule=rule, granularity="channel")
+    quantizer, x = fitted("weight", spec, torch.randn(6, 8)), torch.randn(6, 8)
+    quantizer(x)
+    grid = [part.clone() for part in quantizer.grid(x)]
+    quantizer.freeze()
+    other = fitted("weight", spec, torch.randn(6, 8))
+    other.load_state_dict(quantizer.state_dict())
+    for each in (quantizer, other, quantizer.eval(), other.eval()):
+        each(2 * x)
+        assert all(torch.equal(now, then) for now, then in zip(each.grid(2 * x), grid, strict=True))
+    quantizer.train().freeze(False)
+    quantizer(2 * x)
+    assert not torch.equal(quantizer.grid(2 * x)[0], grid[0])
+
+
+def test_the_state_has_the_switches_only_while_they_are_set() -> None:
+    layer = QuantLinear(4, 2)
+    calibrate(layer, [torch.randn(8, 4)])
+    plain = layer.state_dict()
+    layer.input_quantizer.is_disabled = True
+    freeze_scales(layer)
+    switched = layer.state_dict()
+    assert switched.keys() - plain.keys() == {
+        "input_quantizer.disabled", "input_quantizer.frozen", "weight_quantizer.frozen"
+    }  # fmt: skip
+
+    other = QuantLinear(4, 2)
+    other.load_state_dict(switched)
+    assert switches(other) == {"input_quantizer": (True, True), "weight_quantizer": (False, True)}
+    assert [name for name, p in other.named_parameters() if p.requires_grad] == ["weight", "bias"]
+    other.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)}, strict=False)  # of a float layer
+    assert switches(other) == switches(layer)
+    other.load_state_dict(plain)  # as an older version wrote it, or before the switches
+    assert set(switches(other).values()) == {(False, False)}
+    assert all(p.requires_grad for p in other.parameters())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*frozen"):
+        nn.Linear(4, 2).load_state_dict(switched)
+
+
+def test_loading_does_not_touch_what_was_frozen_by_hand() -> None:
+    layer = QuantLinear(4, 2)
+    layer.input_quantizer.requires_grad_(False)
+    layer.load_state_dict(layer.state_dict())
+    assert not layer.input_quantizer.scale.requires_grad
+
+
+def switches(model: nn.Module) -> dict[str, tuple[bool, bool]]:
+    return {
+        name: (each.is_disabled, each.is_frozen) for name, each in model.named_modules() if isinstance(each, Quantizer)
+    }

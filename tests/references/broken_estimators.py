@@ -112,37 +112,41 @@ NarrowArithmetic = broken(
     forward=lambda x, scale: torch.clamp(torch.round(x / scale.to(x.dtype)), QMIN, QMAX) * scale.to(x.dtype),
 )
 ReturnsFloat32 = broken(
-    "ReturnsFloat32",
-    forward=lambda x, scale: Right.forward(x.to(torch.promote_types(x.dtype, torch.float32)), scale),
+    "ReturnsFloat32", forward=lambda x, scale: Right.forward(x.to(torch.promote_types(x.dtype, torch.float32)), scale)
 )
 ForgetsTheDevice = broken(
     "ForgetsTheDevice", forward=lambda x, scale: Right.forward(x, scale) + torch.zeros(x.shape[-1:], dtype=x.dtype)
 )
 NoNaN = broken("NoNaN", forward=lambda x, scale: Right.forward(torch.nan_to_num(x, nan=0.0), scale))
 DensifiesItsOutput = broken(
-    "DensifiesItsOutput",
-    forward=lambda x, scale: Right.forward(x, scale).clone(memory_format=torch.contiguous_format),
+    "DensifiesItsOutput", forward=lambda x, scale: Right.forward(x, scale).clone(memory_format=torch.contiguous_format)
 )
 WritesIntoX = broken("WritesIntoX", forward=lambda x, scale: x.copy_(Right.forward(x, scale)).clone())
 
 
-class AsksNobody(Right):
-    """Computes both gradients whatever is needed."""
+# Computes both gradients whatever is needed.
+AsksNobody = broken(
+    "AsksNobody",
+    backward=lambda ctx, grad: (torch.where((p := parts(ctx)).inside, grad, 0), summed(grad * p.slope, p.scale)),
+)
+# Python's `if` on a tensor, in the backward pass.
+BranchesOnTheData = broken(
+    "BranchesOnTheData",
+    backward=lambda ctx, grad: (MissingMask if parts(ctx).inside.all() else Right).backward(ctx, grad),
+)
+# A guard over the whole tensor: one NaN, and every gradient is NaN.
+DisturbsItsNeighbours = broken(
+    "DisturbsItsNeighbours", backward=of_x(lambda grad, p: torch.where(p.inside, grad, 0) + 0 * p.x.sum().detach())
+)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        found = parts(ctx)
-        return torch.where(found.inside, grad, 0), summed(grad * found.slope, found.scale)
+
+def averaged(grad: Tensor, found: Parts) -> Tensor:
+    """A mean where the rule says a sum, made good by the number of elements: 0 / 0 for none."""
+    count = torch.tensor(float(grad.numel()), device=grad.device)
+    return summed(grad * found.slope, found.scale) / count * count
 
 
-class BranchesOnTheData(Right):
-    """Python's `if` on a tensor, in the backward pass."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if parts(ctx).inside.all():
-            return grad if ctx.needs_input_grad[0] else None, Right.backward(ctx, grad)[1]
-        return Right.backward(ctx, grad)
+AveragesTheGradient = broken("AveragesTheGradient", backward=of_scale(averaged))
 
 
 class ReadsTheScale(Right):
@@ -153,25 +157,6 @@ class ReadsTheScale(Right):
         if scale.amin().item() <= 0:
             raise ValueError("scale must be positive")
         return Right.forward(x, scale)
-
-
-class DisturbsItsNeighbours(Right):
-    """A guard over the whole tensor: one NaN, and every gradient is NaN."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        grad_x, grad_scale = Right.backward(ctx, grad)
-        return None if grad_x is None else grad_x + 0 * ctx.saved_tensors[0].sum().detach(), grad_scale
-
-
-class AveragesTheGradient(Right):
-    """A mean where the rule says a sum, made good by the number of elements: 0 / 0 for none."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        grad_x, grad_scale = Right.backward(ctx, grad)
-        count = torch.tensor(float(grad.numel()), device=grad.device)
-        return grad_x, None if grad_scale is None else grad_scale / count * count
 
 
 class WrongTangent(Right):

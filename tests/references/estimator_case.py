@@ -1,13 +1,13 @@
-"""`Case`: one estimator as a row of docs/estimators_matrix.md, with what it computes and what it claims."""
+"""`Case`: one estimator as a row of docs/estimators_matrix.md, with what it computes and claims."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import torch
 from torch import Tensor
 
-Array = npt.NDArray[np.float64]
+from tests.references.reference import Array, Rule
 
 PROPERTIES = ("idempotent", "monotone", "levels", "zero", "outside")
 """idempotent: f(f(x)) = f(x); monotone: x <= x' gives f(x) <= f(x'); levels: at most `levels` distinct values;
@@ -25,6 +25,7 @@ class Case:
         surrogate: a differentiable torch function of the same tensors whose gradient the backward claims to be.
         gradient: replaces the surrogate if no function has the gradient: gradient(grad, *inputs) returns one
             gradient or None for each input, computed by differentiable operations.
+        rule: gives `reference` and `reference_gradient`, its forward and backward.
         reference: forward in NumPy float64, from the published formula: arrays in, array out.
         reference_gradient: (grad, *arrays) -> tuple of arrays, element by element from the published formula.
         broadcast: slots of `inputs` that broadcast against x (scales, bounds): tried in every shape.
@@ -39,9 +40,31 @@ class Case:
     inputs: tuple[Tensor, ...]
     surrogate: Callable[..., Tensor] | None = None
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
-    reference: Callable[..., Array] = field(kw_only=True)
-    reference_gradient: Callable[..., tuple[Array | None, ...]] = field(kw_only=True)
+    rule: Rule | None = None
+    reference: Callable[..., Array] = field(default=None, kw_only=True)  # type: ignore[assignment]
+    reference_gradient: Callable[..., tuple[Array | None, ...]] = field(default=None, kw_only=True)  # type: ignore[assignment]
     broadcast: tuple[int, ...] = ()
     elementwise: bool = True
     levels: int | None = None
     excused: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rule is not None:
+            object.__setattr__(self, "reference", self.rule.forward)
+            object.__setattr__(self, "reference_gradient", self.rule.backward)
+
+
+def tensor(values: Any, *shape: int) -> Tensor:
+    """Float64, in this shape if one is given."""
+    y = torch.as_tensor(values, dtype=torch.float64)
+    return y.reshape(shape) if shape else y
+
+
+def straight_through(y: Tensor, x: Tensor) -> Tensor:
+    """The value of y with the gradient of x."""
+    return x + (y - x).detach()
+
+
+def clip(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """A clip whose gradient is 1 on its bounds; that of torch.clamp there depends on the torch version."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))

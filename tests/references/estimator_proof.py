@@ -207,8 +207,6 @@ def claimed(case: Case) -> tuple[str, ...]:
 
 def gradcheck(case: Case, check: str) -> CheckResult:
     """One check of `qat.testing.ste_gradcheck`."""
-    report = ste_gradcheck(
-        case.function, case.surrogate, case.inputs, gradient=case.gradient, broadcast=case.broadcast,
-        elementwise=case.elementwise, checks=(check,),
-    )  # fmt: skip
+    report = ste_gradcheck(case.function, case.surrogate, case.inputs, gradient=case.gradient, broadcast=case.broadcast,
+                           elementwise=case.elementwise, checks=(check,))  # fmt: skip
     return report[check]

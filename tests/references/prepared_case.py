@@ -1,6 +1,7 @@
 """What tests of `prepare` share: a small residual net, names of quantizers, and the comparison with the float model."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +22,9 @@ class Block(nn.Module):
 
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
@@ -35,10 +34,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.pool = nn.MaxPool2d(2)
-        self.block = Block()
-        self.fc = nn.Linear(4, 5)
+        self.stem, self.pool = nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2)
+        self.block, self.fc = Block(), nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(self.pool(F.relu(self.stem(x))))
@@ -53,8 +50,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 class Plain(nn.Module):
     """A model whose forward is a function of itself and its inputs, for what fits no ready module.
 
-    It holds copies of its parts, with parameters of its own that are always the same.
+    It holds copies of its parts, with parameters of its own that are always the same. With other inputs than x its
+    class is one of its own, whose forward has their names.
     """
+
+    def __new__(cls, forward: Callable[..., Any] | None = None, **parts: Any) -> Any:
+        own = forward is not None and inspect.getfullargspec(forward).args[1:] != ["x"]
+        return super().__new__(type(cls.__name__, (cls,), {"forward": forward}) if own else cls)
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()

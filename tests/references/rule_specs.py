@@ -3,6 +3,8 @@
 WEIGHTS and ACTIVATIONS are the table; the functions below make quantizers, layers and a small model of its rows.
 """
 
+import copy
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -189,10 +191,8 @@ LAYERS = paired(WEIGHTS, ACTIVATIONS)
 every_layer = pytest.mark.parametrize(("weight_spec", "activation_spec"), LAYERS.values(), ids=LAYERS.keys())
 
 # A recipe takes symmetric weights only, and before its addition a residual branch has negative values.
-MODELS = paired(
-    {name: spec for name, spec in WEIGHTS.items() if spec.symmetric},
-    {name: spec for name, spec in ACTIVATIONS.items() if spec.signed or not spec.symmetric},
-)
+MODELS = paired({name: spec for name, spec in WEIGHTS.items() if spec.symmetric},
+                {name: spec for name, spec in ACTIVATIONS.items() if spec.signed or not spec.symmetric})  # fmt: skip
 every_model = pytest.mark.parametrize(("weight_spec", "activation_spec"), MODELS.values(), ids=MODELS.keys())
 
 
@@ -213,7 +213,15 @@ def new(role: Role, spec: QuantSpec, device: str | None = None) -> Quantizer:
 
 def fitted(role: Role, spec: QuantSpec, x: Tensor | None = None) -> Quantizer:
     """A quantizer calibrated on x (default: `tensor_of`), as layers and `qat.calibrate` do it."""
-    x = tensor_of(role, spec) if x is None else x
+    return copy.deepcopy(_fitted(role, spec)) if x is None else _fit(role, spec, x)
+
+
+@functools.cache
+def _fitted(role: Role, spec: QuantSpec) -> Quantizer:
+    return _fit(role, spec, tensor_of(role, spec))
+
+
+def _fit(role: Role, spec: QuantSpec, x: Tensor) -> Quantizer:
     if role == "weight":
         quantizer = create_quantizer(spec, role, scale_shape(spec, tuple(x.shape)))
         quantizer.fit(as_rows(x, spec), x.numel())

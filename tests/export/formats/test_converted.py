@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import qat
 from tests.codes.test_evaluating import CASES, plainly, prepared, program_of
 from tests.export.test_export_layers import quantized
 from tests.fuzz.own import OwnConv2d
+from tests.references.prepared_case import Plain
 
 MODES = ("reflect", "circular", "replicate")
 
@@ -30,20 +31,14 @@ def test_the_integers_are_those_of_evaluation(case: str) -> None:
 
 
 @pytest.mark.parametrize("processor", [None, "no-vnni"])
-@pytest.mark.parametrize(
-    "layers",
-    [
-        lambda: [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 80, 3)],
-        lambda: [nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 1)],
-        lambda: [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(17, 1, 8), nn.Conv2d(16, 4, 1)],
-        lambda: [nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)],
-    ],
-    ids=["images", "series", "large windows", "rows"],
-)
+@pytest.mark.parametrize("layers", [
+    lambda: [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 80, 3)],
+    lambda: [nn.Conv1d(3, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 1)],
+    lambda: [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(17, 1, 8), nn.Conv2d(16, 4, 1)],
+    lambda: [nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)],
+], ids=["images", "series", "large windows", "rows"])  # fmt: skip
 @pytest.mark.parametrize("axes", ["batch", "one"])
-def test_one_sample_without_a_batch(
-    layers: Any, axes: str, processor: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_sample_without_a_batch(layers, axes, processor, monkeypatch):
     if processor:
         monkeypatch.setenv("QAT_PROCESSOR", processor)
     torch.manual_seed(0)
@@ -59,14 +54,11 @@ def test_one_sample_without_a_batch(
     assert torch.equal(qat.convert(model)(x), expected)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        *(lambda mode=mode: nn.Conv2d(16, 16, 3, padding=1, padding_mode=mode) for mode in MODES),
-        lambda: nn.Conv2d(16, 16, 4, padding="same"), lambda: nn.ConvTranspose2d(16, 16, 2, 2),
-    ],
-    ids=[*MODES, "even", "transposed"],
-)  # fmt: skip
+@pytest.mark.parametrize("layer", [
+    *(lambda mode=mode: nn.Conv2d(16, 16, 3, padding=1, padding_mode=mode) for mode in MODES),
+    lambda: nn.Conv2d(16, 16, 4, padding="same"),
+    lambda: nn.ConvTranspose2d(16, 16, 2, 2),
+], ids=[*MODES, "even", "transposed"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any) -> None:
     torch.manual_seed(0)
@@ -77,20 +69,10 @@ def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any) -> None:
 
 
 def test_a_bilinear_layer_sums_integers() -> None:
-    model: Any = qat.prepare(Pair(), example_inputs=(torch.randn(8, 5), torch.randn(8, 6)))
     pair = (torch.randn(8, 5), torch.randn(8, 6))
+    model: Any = qat.prepare(Plain(lambda self, a, b: self.both(a, b), both=nn.Bilinear(5, 6, 4)), example_inputs=pair)
     qat.calibrate(model, [(pair,)])
     assert torch.equal(qat.convert(model.eval(), "reference")(*pair), model(*pair))
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Bilinear(5, 6, 4)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        y: Tensor = self.both(a, b)
-        return y
 
 
 def test_a_twin_of_ones_own_computes_as_it_says() -> None:

@@ -1,19 +1,22 @@
-"""The formats of a file: QOperator computes the integers of the default one, QONNX the values of the model."""
+"""The formats of a file, and every width in the default one: QOperator has its integers, QONNX the model's values."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.reference
 import pytest
 import torch
+from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers, find_saturation, verify_onnx
 from qat.export.onnxruntime.session import open_session, run_session
+from tests.export.test_export import Small
 from tests.export.test_export_layers import quantized
 from tests.export.test_export_models import MODELS
 from tests.references.prepared_case import Plain
@@ -60,9 +63,7 @@ def integers_of(path: Path, names: list[str], x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("weight", "activation", "integer"), GRIDS, ids=str)
-def test_qoperator_has_the_same_integers(
-    weight: dict[str, Any], activation: dict[str, Any], integer: int, tmp_path: Path
-) -> None:
+def test_qoperator_has_the_same_integers(weight, activation, integer, tmp_path):
     """In ONNX Runtime those of the default format, and in onnx's own evaluator the model's answers."""
     model, x = prepared(weight, activation)
     plain, path = tmp_path / "plain.onnx", tmp_path / "qoperator.onnx"
@@ -80,14 +81,12 @@ def test_qoperator_has_the_same_integers(
     sums = [{each.layer: each for each in find_saturation(file)} for file in (plain, path)]
     stored = {"stem", "conv", "down", "first", "keys", "head"}
     assert stored <= set(sums[1]) and all(sums[0][name] == sums[1][name] for name in stored)
-    (answer,) = onnx.reference.ReferenceEvaluator(str(path)).run(None, {"x": x.numpy()})
+    (answer,) = ReferenceEvaluator(str(path)).run(None, {"x": x.numpy()})
     assert np.array_equal(answer.argmax(1), both[0][0].numpy().argmax(1))
 
 
 @pytest.mark.parametrize(("weight", "activation"), [grids[:2] for grids in GRIDS], ids=str)
-def test_qonnx_has_the_same_values(
-    weight: dict[str, Any], activation: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_qonnx_has_the_same_values(weight, activation, tmp_path, monkeypatch):
     """As the package qonnx computes them; BipolarQuant is the operator of binary weights."""
     pytest.importorskip("qonnx")
     from qonnx.core.modelwrapper import ModelWrapper
@@ -129,3 +128,50 @@ def test_a_grid_of_parts_of_bits_is_no_quant(tmp_path: Path) -> None:
         qat.export_onnx(model, tmp_path / "x.onnx", x, format="qonnx")
     with pytest.raises(ValueError, match=r"^export_onnx: format must be qdq, qoperator, qonnx, got 'QDQ'$"):
         qat.export_onnx(model, tmp_path / "x.onnx", x, format="QDQ")  # type: ignore[arg-type]
+
+
+WEIGHTS = [{"bits": bits, "granularity": granularity} for bits in (2, 3, 4, 8) for granularity in ("tensor", "channel")]
+SIGNS = [{"signed": signed, "symmetric": symmetric} for signed in (False, True) for symmetric in (False, True)]
+
+
+class Positive(Small):
+    """No operand of its sum is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.relu(self.stem(x)))
+        x = x + self.relu(self.bn(self.conv(x)))
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+def rows() -> list[Any]:
+    """Quick is every grid of weights with every width of activations and one of their grids; slow is all the rest."""
+    found = []
+    for (turn, bits), (number, grid) in itertools.product(enumerate((2, 4, 8)), enumerate(SIGNS)):
+        activation = {"bits": bits, **grid}
+        few = [each for place, each in enumerate(WEIGHTS) if (place - number - turn) % 4 == 0]
+        rest = [each for each in WEIGHTS if each not in few]
+        name = f"{'' if grid['signed'] else 'u'}int{bits}-{'symmetric' if grid['symmetric'] else 'affine'}"
+        found.append(pytest.param(activation, few, id=name))
+        found.append(pytest.param(activation, rest, id=f"{name}-rest", marks=pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("activation", "weights"), rows())
+def test_every_width_exports_and_verifies(activation, weights, tmp_path):
+    torch.manual_seed(0)
+    images = torch.randn(16, 3, 8, 8)
+    images = images if activation["signed"] or not activation["symmetric"] else images.abs()
+    overrides = {f"blocks.{number}.*": {"weight": weight} for number, weight in enumerate(weights)}
+    blocks = nn.ModuleList(Positive() for _ in weights)  # one for each grid, so that one export proves some
+    for block in blocks:
+        nn.init.normal_(block.bn.weight)
+    net = Plain(lambda self, x: tuple(block(x) for block in self.blocks), blocks=blocks)
+    model = quantized(net, images, qat.QuantRecipe(activation=activation, overrides=overrides))
+    path = tmp_path / "x.onnx"
+    qat.export_onnx(model, path, images)
+    assert verify_onnx(path, model, [images]).agreement == 1
+    layers = compare_layers(path, model, images)
+    each = 4 if activation["bits"] == 8 else 5  # what a sum reads stays at 8 bits, and has a second quantizer
+    assert sum(layer.beyond_ties for layer in layers) == 0 and len(layers) == 1 + each * len(weights)
+    packed = [tensor for tensor in onnx.load(path).graph.initializer if tensor.data_type == TensorProto.INT4]
+    assert len(packed) == 3 * sum(weight["bits"] <= 4 for weight in weights)

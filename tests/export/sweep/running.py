@@ -127,13 +127,8 @@ def wrong(sources: Sequence[str], shape: Sequence[int], grid: str, whole: bool, 
         for each in differences:
             if each.beyond_ties:
                 number = re.findall(r"branches\.(\d+)", each.name)
-                found.append(
-                    Finding(
-                        sources[int(number[0])] if number else "x",
-                        f"read, {'optimised' if optimize else 'plain'}",
-                        each,
-                    )
-                )
+                found.append(Finding(sources[int(number[0])] if number else "x",
+                                     f"read, {'optimised' if optimize else 'plain'}", each))  # fmt: skip
         # Without VNNI a default session adds pairs of products in 16 bits, which these grids overflow.
         optimised = ("default", "exact") if multiplies_exactly(with_option=False) else ("exact",)
         for session in optimised if optimize else ("unoptimised",):

@@ -36,9 +36,7 @@ def check(shape: Shape, sources: list[str], grid: str, whole: bool, path: Path) 
 
 @pytest.mark.parametrize(("shape", "sources"), groups(CHOSEN))
 @pytest.mark.parametrize(("grid", "whole"), [("affine", False), ("symmetric", True)])
-def test_fused_operators_are_the_model(
-    shape: Shape, sources: list[str], grid: str, whole: bool, tmp_path: Path
-) -> None:
+def test_fused_operators_are_the_model(shape, sources, grid, whole, tmp_path):
     check(shape, sources, grid, whole, tmp_path / "model.onnx")
 
 
@@ -84,17 +82,11 @@ class Resized(nn.Module):
         return F.interpolate(x, mode="bilinear", antialias=True, **self.options)
 
 
-@pytest.mark.parametrize(
-    ("middle", "lost"),
-    [
-        (nn.AvgPool2d(2, divisor_override=3), "middle: torch.onnx loses divisor_override=3; multiply"),
-        (
-            Resized(scale_factor=0.6),
-            "torch.onnx loses scale.*; interpolate to a size",
-        ),
-        (Resized(size=3, align_corners=True), "torch.onnx loses align_corners=True"),
-    ],
-)
+@pytest.mark.parametrize(("middle", "lost"), [
+    (nn.AvgPool2d(2, divisor_override=3), "middle: torch.onnx loses divisor_override=3; multiply"),
+    (Resized(scale_factor=0.6), "torch.onnx loses scale.*; interpolate to a size"),
+    (Resized(size=3, align_corners=True), "torch.onnx loses align_corners=True"),
+])  # fmt: skip
 def test_an_option_that_the_exporter_loses_is_refused_by_name(middle: nn.Module, lost: str, tmp_path: Path) -> None:
     x = torch.randn(4, 3, 7, 9)
     model = qat.prepare(Pooled(middle).eval(), example_inputs=x)

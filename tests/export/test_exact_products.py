@@ -1,10 +1,11 @@
-"""Exact integer products in ONNX Runtime on every processor: files that load in either mode, and exact sessions."""
+"""Exact integer products on every processor: files for either mode, exact sessions, which sums of 16 bits saturate."""
 
 import functools
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
@@ -12,27 +13,24 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export import compare_layers
+from qat.export import compare_layers, find_saturation
+from qat.export.onnx.saturation import worst_pair
 from qat.export.onnxruntime import session, verification
 from qat.kernels.cpu import processor
 from tests.export import test_export_layers as layers
 from tests.references.prepared_case import Plain
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """Layers of one width: one that is called twice, a transposed one, and a small weight that is read twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.twice = nn.Conv2d(8, 8, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 8, 2)
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = torch.relu(self.twice(torch.relu(self.stem(x))))
         x = self.up(torch.relu(x + self.twice(x))).mean((2, 3))
         return self.fc(torch.relu(self.fc(x)))
+
+    convs = {"stem": nn.Conv2d(3, 8, 3, padding=1), "twice": nn.Conv2d(8, 8, 3, padding=1)}
+    return Plain(forward, **convs, up=nn.ConvTranspose2d(8, 8, 2), fc=nn.Linear(8, 8))
 
 
 def recurrent() -> nn.Module:
@@ -44,9 +42,9 @@ FOLDER = tempfile.TemporaryDirectory()
 """Of files that several tests read; it is removed at the end."""
 
 MODELS = {
-    "shared": (Shared, torch.linspace(0, 1, 768).reshape(4, 3, 8, 8)),
+    "shared": (shared, torch.linspace(0, 1, 768).reshape(4, 3, 8, 8)),
     "recurrent": (recurrent, torch.arange(12).reshape(3, 4)),
-    "attention": (lambda: layers.SelfAttention("prepared"), torch.linspace(-1, 1, 80).reshape(2, 5, 8).sin()),
+    "attention": (lambda: layers.self_attention("prepared"), torch.linspace(-1, 1, 80).reshape(2, 5, 8).sin()),
 }
 
 
@@ -70,9 +68,8 @@ def optimised(path: Path, folder: Path, precision: str) -> list[str]:
     return sorted(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_file_loads_in_either_mode_and_runs_the_same_operators(name: str, target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "target"), [*((name, "onnxruntime") for name in MODELS), ("shared", "tensorrt")])
+def test_the_file_runs_the_same_operators_in_either_mode(name: str, target: str, tmp_path: Path) -> None:
     path, _, _ = exported(name, target)
     assert optimised(path, tmp_path, "1") == optimised(path, tmp_path, "0")
 
@@ -113,9 +110,7 @@ def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> N
         assert not session.multiplies_exactly.__wrapped__(with_option=True)
 
 
-def test_a_processor_that_multiplies_exactly_in_no_session_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_exact_in_no_session_proves_nothing(tmp_path, monkeypatch):
     path, model, x = exported("shared")
     monkeypatch.setattr(session, "multiplies_exactly", lambda with_option: False)
     with pytest.raises(RuntimeError, match=r"^ONNX Runtime [\d.]+ does not multiply integers exactly on this "):
@@ -124,9 +119,7 @@ def test_a_processor_that_multiplies_exactly_in_no_session_proves_nothing(
 
 
 @pytest.mark.parametrize("default", [False, True])
-def test_the_proof_multiplies_exactly_unless_the_default_is_asked_for(
-    default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proof_multiplies_exactly_unless_told_otherwise(default, tmp_path, monkeypatch):
     path, model, x = exported("shared")
     opened: list[bool] = []
     real = session.open_session
@@ -141,3 +134,77 @@ def test_the_proof_multiplies_exactly_unless_the_default_is_asked_for(
     compare_layers(path, model, x, default_session=default)
     assert opened == [not default] * 4  # of the answers, of the operators, of the layers, and of the answers unread
     assert default or found.agreement == 1.0
+
+
+def all_pairs(row: Any, code: int) -> int:
+    """Brute force: every pair of weights, every pair of codes at their ends, single products too."""
+    codes = np.array([0, code])
+    products = np.multiply.outer(row.astype(int), codes).ravel()
+    sums = [0, *products]
+    for one in range(len(row)):
+        for other in range(one):
+            sums += [a * row[one] + b * row[other] for a in codes for b in codes]
+    return int(max(sums, key=abs))
+
+
+@pytest.mark.parametrize("code", [255, 135, 15, 1])
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_the_worst_pair_is_that_of_brute_force(size: int, code: int) -> None:
+    generator = np.random.default_rng(size)
+    for low, high in ((-128, 127), (-3, 127), (-128, 3), (1, 90), (-90, -1), (0, 0)):
+        row = generator.integers(low, high + 1, size).astype(np.int8)
+        assert abs(worst_pair(row, code)) == abs(all_pairs(row.astype(int), code))
+
+
+def saturating(self: Any, x: Tensor) -> Tensor:
+    x = torch.relu(self.stem(x))
+    x = nn.functional.max_pool2d(torch.relu(self.depthwise(torch.relu(self.single(x)))), 2)
+    x = x.mean((2, 3))
+    return self.fc(torch.relu(x[:, None] @ x[:, :, None]).flatten(1) * x)
+
+
+NET = Plain(saturating, stem=nn.Conv2d(3, 8, 3, padding=1), single=nn.Conv2d(8, 8, 1, groups=8),
+            depthwise=nn.Conv2d(8, 8, 3, padding=1, groups=8), fc=nn.Linear(8, 4))  # fmt: skip
+
+
+def exported_net(folder: Path, recipe: qat.QuantRecipe) -> tuple[Path, Any]:
+    torch.manual_seed(0)
+    for layer in NET.children():
+        layer.reset_parameters()  # type: ignore[operator]
+    path = folder / "model.onnx"
+    return path, layers.exported(path, NET, {"x": torch.rand(4, 3, 8, 8)}, recipe)
+
+
+def test_layer_by_layer_and_channel_by_channel(tmp_path: Path) -> None:
+    path, model = exported_net(tmp_path, qat.QuantRecipe())
+    found = {each.layer: each for each in find_saturation(path)}
+    assert list(found) == ["stem", "single", "depthwise", "fc"]  # the product of activations is uint8 by uint8
+    for name, each in found.items():
+        layer = model.get_submodule(name)
+        codes = layer.weight_quantizer.codes(layer.weight).detach().flatten(1).numpy()
+        expected = [all_pairs(row, 255) for row in codes]
+        assert [abs(value) for value in each.sums] == [abs(value) for value in expected]
+        assert each.channels == tuple(i for i, value in enumerate(expected) if not -(2**15) <= value < 2**15)
+        assert abs(each.largest) == max(map(abs, expected))
+    assert found["single"].channels == () and found["stem"].channels
+
+
+@pytest.mark.parametrize(("recipe", "may"), [
+    (qat.QuantRecipe(target="onnxruntime_x86"), False),
+    (qat.QuantRecipe(overrides={"*": {"weight": {"max_magnitude": 64}}}), False),
+    (qat.QuantRecipe(overrides={"*": {"weight": {"bits": 7}}}), False),
+    (qat.QuantRecipe(overrides={"*": {"weight": {"max_magnitude": 65}}}), True),
+    # Inputs with seven bits have codes up to 127, and 127 * (127 + 127) fits.
+    (qat.QuantRecipe(activation=qat.QuantSpec(bits=7)), False),
+    (qat.QuantRecipe(activation=qat.QuantSpec(bits=8)), True),
+    # Signed ones arrive with 128 added.
+    (qat.QuantRecipe(activation=qat.QuantSpec(bits=4, signed=True, symmetric=True)), True),
+    (qat.QuantRecipe(target="tensorrt"), True),
+])  # fmt: skip
+def test_which_models_may_saturate(recipe: qat.QuantRecipe, may: bool, tmp_path: Path) -> None:
+    path, _ = exported_net(tmp_path, recipe)
+    found = find_saturation(path)
+    assert len(found) >= 4 and any(each.channels for each in found) is may
+    # The second factor of a product of two activations, whose integers are unknown before it runs.
+    products = [(each.sums, each.channels) for each in found if "quantizer" in each.layer]
+    assert recipe.target != "tensorrt" or products == [((-255 * 256,), (0,))]
