@@ -1,6 +1,6 @@
 """`report.html` of a run, drawn anew from what lies in its folder, or one page with several runs side by side.
 
-A run writes its own at its end. What the verbs evaluate, sensitivity and benchmark have measured since is drawn too.
+A run writes its own at its end. What the verbs evaluate and sensitivity have measured since is drawn too.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def run(given: argparse.Namespace) -> int:
         raise UserError("--to: missing; name the page of several runs, such as --to both.html")
     path = folders[0] / REPORT if given.to is None else Path(given.to).expanduser()
     check_folder_of("--to", path)
-    for sentence in write_report(path, [ReportedRun.read(folder) for folder in folders], pictures=given.to is None):
+    for sentence in write_report(path, [ReportedRun(folder) for folder in folders], pictures=given.to is None):
         print(sentence)
     print(path)
     return 0

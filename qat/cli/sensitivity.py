@@ -57,7 +57,7 @@ def run(given: argparse.Namespace) -> int:
     print("\n".join(_table(result)), flush=True)
     opened.keep(SENSITIVITY, result)
     page = opened.folder / REPORT
-    said = write_report(page, [ReportedRun.read(opened.folder)], pictures=True) or [f"figure: {page}#sensitivity"]
+    said = write_report(page, [ReportedRun(opened.folder)], pictures=True) or [f"figure: {page}#sensitivity"]
     print("\n".join([*said, "", *_suggestions(suggested(result, model))]))
     return 0
 

@@ -71,20 +71,17 @@ def _summary(run: ReportedRun) -> Iterator[str]:
 
 
 def _scales(run: ReportedRun) -> Iterator[str]:
-    resting = {name: points[-1][1] for name, points in run.by_quantizer("at_floor").items() if points[-1][1] > AT_FLOOR}
+    resting = {name: share for name, share in _last(run, "at_floor").items() if share > AT_FLOOR}
     if resting:
         yield (
             f"Scales have collapsed onto their floor in {_named(resting)}: all but small values are clipped there;"
             " lower qat.lr or the rate of the scales, or calibrate on more images."
         )
     curves = run.by_quantizer("scale")
-    moved = {name: abs(math.log2(max(points[-1][1], 1e-6))) for name, points in curves.items()}
+    moved = {name: abs(math.log2(max(value, 1e-6))) for name, value in _last(run, "scale").items()}
     jumps = {name: _largest_jump(points) for name, points in curves.items()}
-    far = {
-        name: value
-        for name, value in moved.items()
-        if (value > math.log2(FAR) or jumps[name] > JUMP) and name not in resting
-    }
+    gone = {name for name in moved if moved[name] > math.log2(FAR) or jumps[name] > JUMP} - resting.keys()
+    far = {name: moved[name] for name in moved if name in gone}
     if far:
         given = next((key for key in RATES if run.settings.get(key) is not None), None)
         other = f"leave {given} out, or lower it" if given else f"lower qat.lr, or set {RATES[0]} below its default"
@@ -146,7 +143,7 @@ def _layers(run: ReportedRun) -> Iterator[str]:
     if len(local) < 3:
         return
     bits = {row["name"]: min(row["weight_bits"], row["activation_bits"]) for row in run.analysis.get("cost", [])}
-    measured = run.of_verb(SENSITIVITY)
+    measured = run.read(SENSITIVITY)
     rows = {row["name"]: row for row in measured.get("layers", [])}
     middle = median(local.values())
     behind = {

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,32 +32,23 @@ def read_curves(folder: Path) -> Curves:
     return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the run; empty if it is missing or no such object."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 @dataclass
 class ReportedRun:
     """The files of a run; what is missing is empty."""
 
     path: Path
-    summary: dict[str, Any] = field(default_factory=dict)
-    analysis: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, path: Path) -> "ReportedRun":
-        """The run in a folder."""
-        return cls(path, read_json(path / SUMMARY), read_json(path / ANALYSIS))
+    def __post_init__(self) -> None:
+        self.name = self.path.resolve().name
+        self.summary, self.analysis = self.read(SUMMARY), self.read(ANALYSIS)
 
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.path.resolve().name
+    def read(self, file: str) -> dict[str, Any]:
+        """Read a JSON object from a file of the run; empty if it is missing or no such object."""
+        try:
+            found = json.loads((self.path / file).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @cached_property
     def curves(self) -> Curves:
@@ -74,10 +65,6 @@ class ReportedRun:
     def settings(self) -> dict[str, Any]:
         """The values of the resolved config by their keys, `qat.lr`."""
         return flat(parse_yaml(self.config) or {})
-
-    def of_verb(self, file: str) -> dict[str, Any]:
-        """What a verb has left."""
-        return read_json(self.path / file)
 
     def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
         """The curves under a heading, such as `scale`, by quantizer, from input to output; `role` picks weights."""
