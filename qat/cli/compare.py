@@ -42,16 +42,15 @@ def run(given: argparse.Namespace) -> int:
         "results": _beside([_results(summary or {}) for summary in summaries]),
         "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},
     }
-    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
-    return 0
-
-
-def _lines(found: dict[str, Any]) -> list[str]:
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return 0
     rows = {**found["config"], **found["results"], **found["versions"]}
     cells = [[key, *("-" if each is None else str(each) for each in values)] for key, values in rows.items()]
     said = [] if found["config"] else ["", "the configs are equal"]
     said += [f"{path}: not finished; train.py finishes it with resume=auto" for path in found["unfinished"]]
-    return [*table([["", *found["runs"]], *cells], numbers=True), *said]
+    print("\n".join([*table([["", *found["runs"]], *cells], numbers=True), *said]))
+    return 0
 
 
 def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -38,11 +38,13 @@ def run(given: argparse.Namespace) -> int:
         with problems_of("IMAGE"):
             picture = opened.transform(read_picture(file))
         shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
-        found.append((file, shares))
+        scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
+        best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
+        found.append({"file": file, "class": best, "scores": scores})
         if not given.json:
             print("\n".join([file, *(f"  {line}" for line in _table(shares, opened.classes, given.top)), ""]))
     if given.json:
-        print(json.dumps([_plain(file, shares, opened.classes) for file, shares in found], indent=1))
+        print(json.dumps(found, indent=1))
     return 0
 
 
@@ -52,9 +54,3 @@ def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]
     ordered = sorted(set(shown.tolist()), key=lambda index: -float(first[index]))
     rows = [[classes[index], *(f"{100 * share[index]:.1f} %" for share in shares.values())] for index in ordered]
     return table([["class", *shares], *rows], numbers=True)
-
-
-def _plain(file: str, shares: dict[str, Tensor], classes: list[str]) -> dict[str, object]:
-    scores = {runtime: dict(zip(classes, share.tolist(), strict=False)) for runtime, share in shares.items()}
-    best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
-    return {"file": file, "class": best, "scores": scores}

@@ -23,7 +23,7 @@ from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
 from qat.training.loop.aids import Aids, check_distillation
 from qat.training.loop.forward import autocast, check_graphs
-from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
+from qat.training.loop.preparation import build_recipe, check_forward, prepare_model, rehearse
 from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
 from qat.training.model import build_model, load_float_weights
 from qat.training.ranks import (
@@ -120,14 +120,14 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     with first_rank_first():
         data = load_data(config.data, config.seed, device, config.channels_last)
         model = build_model(config.model, len(data.classes), with_weights=anew)
-    check_early(config, data, model, anew)
+    prepared = check_early(config, data, model, anew)
     if dry:
-        dry_run(config, data, device, model)
+        dry_run(config, data, device, model, prepared["qat"])
         return 0
     with from_first(open_run_folder(config) if rank() == 0 else None) as folder:  # no other run can write there
         remember_folder(str(folder.path))
         if folder.finished is None:
-            return run_stages(config, data, device, model, folder, started)
+            return run_stages(config, data, device, model, prepared, folder, started)
     if rank():
         return 0
     print(
@@ -137,20 +137,29 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     return _verdict(folder.path, (read_summary(folder.path) or {})["problem"] or "")
 
 
-def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> None:
-    """Show what is wrong with the recipe, the stages before the last and the aids before hours of training."""
+def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
+    """Prepare the model for each stage on grids; show what is wrong with it or the aids before hours of training."""
     shape, classes = data.image_shape, len(data.classes)
     check_forward(model, config, shape, classes)
-    prepared = prepare_model(model, config, shape)
-    check_distillation(config, model, prepared, shape, classes, with_weights=anew)
-    Aids(prepared, config.qat)  # there is something to watch, and to quantize by degrees
+    prepared = {"qat": prepare_model(model, config, shape)}
+    rehearse(prepared["qat"], config.export.onnx)
+    check_distillation(config, model, prepared["qat"], shape, classes, with_weights=anew)
+    Aids(prepared["qat"], config.qat)  # there is something to watch, and to quantize by degrees
     for name, stage in progressive_stages(config.qat).items():
         with problems_of(key_of(name)):
-            prepare_model(model, on_grids_of(config, stage), shape)
+            prepared[name] = prepare_model(model, on_grids_of(config, stage), shape)
+            rehearse(prepared[name], exports=False)
+    return prepared
 
 
 def run_stages(
-    config: RunConfig, data: Data, device: torch.device, model: nn.Module, folder: RunFolder, started: float
+    config: RunConfig,
+    data: Data,
+    device: torch.device,
+    model: nn.Module,
+    prepared: dict[str, nn.Module],
+    folder: RunFolder,
+    started: float,
 ) -> int:
     """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
     resumed = from_first(_read_checkpoint(folder, config) if rank() == 0 else None)
@@ -165,14 +174,12 @@ def run_stages(
 
     with RunLog(folder.path) as log:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path / CURVES))}"
-        write_text(
-            folder.path / RESOLVED_CONFIG, dump_config(config)
-        )  # first: with it a start that ended here is repeated
+        write_text(folder.path / RESOLVED_CONFIG, dump_config(config))  # with it a start that ends here is repeated
         log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
         if rank_count() > 1:
             size, share = config.data.batch_size, config.data.batch_size // rank_count()
             log.say(f"{rank_count()} ranks: a batch (data.batch_size) has {size} images, {share} on each rank")
-        stages = Stages(config, data, device, log, folder, before, resumed, results, about)
+        stages = Stages(config, data, device, prepared, log, folder, before, resumed, results, about)
 
         stages.warn(changes)
         stages.float_baseline(model)
@@ -202,7 +209,7 @@ def run_stages(
 def _verdict(folder: Path, problem: str) -> int:
     if problem:
         print(f"{folder / MODEL}: {problem}", file=sys.stderr)
-    return 1 if problem else 0
+    return int(bool(problem))
 
 
 def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Call `qat.prepare` with the config's recipe, and try what the export will ask, so that errors show early."""
+    """Call `qat.prepare` with the config's recipe."""
     try:
         return _prepared(model, config, image_shape)
     except UserError as error:
@@ -69,11 +69,11 @@ def _prepared(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, 
         raise UserError(f"{config.model.name}: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
         raise UserError(f"model.name: {config.model.name} cannot be prepared ({reason(error)})") from error
-    _rehearse(prepared, config.export.onnx)
     return prepared
 
 
-def _rehearse(prepared: nn.Module, exports: bool) -> None:
+def rehearse(prepared: nn.Module, exports: bool) -> None:
+    """Try each quantizer, and what the export will ask, so that errors show before any training."""
     copied = copy.deepcopy(prepared).float().cpu()
     quantizers = {name: each for name, each in copied.named_modules() if isinstance(each, qat.Quantizer)}
     for name, quantizer in quantizers.items():
@@ -90,21 +90,14 @@ def _rehearse(prepared: nn.Module, exports: bool) -> None:
         try:
             check_exportable(copied)
             for name, quantizer in quantizers.items():
-                if quantizer.role == "weight":
-                    _check_container(name, quantizer)
+                low, high = quantizer.bounds()
+                if quantizer.role == "weight" and max(high, -low) > 127:  # int8, negated where gamma < 0
+                    narrow = "signed=true and narrow_range=true, " if high - low < 256 and high != -low else ""
+                    what = f"{low} to {high}, negated where gamma < 0, do not fit int8"
+                    raise ValueError(f"{name!r}: integers {what}; use {narrow}fewer bits")
         except ValueError as error:
             sentence = str(error).removeprefix("export_onnx: ")
             raise UserError(f"quantization: {sentence}; or set export.onnx=false") from error
-
-
-def _check_container(name: str, quantizer: qat.Quantizer) -> None:
-    # Weights are stored in int8, negated where gamma < 0.
-    low, high = quantizer.bounds()
-    if max(high, -low) > 127:
-        narrow = "signed=true and narrow_range=true, " if high - low < 256 and high != -low else ""
-        raise ValueError(
-            f"{name!r}: integers {low} to {high}, negated where gamma < 0, do not fit int8; use {narrow}fewer bits"
-        )
 
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:

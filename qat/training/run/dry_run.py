@@ -17,7 +17,6 @@ from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.aids import build_distillation
 from qat.training.loop.engine import Training
 from qat.training.loop.evaluation import evaluate
-from qat.training.loop.preparation import prepare_model
 from qat.training.loop.stage import StageRun, float_counterpart
 from qat.training.run.checkpoint import save_float_weights
 from qat.training.run.folder import FLOAT_WEIGHTS
@@ -27,13 +26,12 @@ STEPS = 3
 """Steps of a stage that are timed, behind one that is not."""
 
 
-def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module) -> None:
+def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module, prepared: nn.Module) -> None:
     """Print the layers with their cost, and the time of a run as some real training steps of each kind have it."""
     if rank_count() > 1:
         raise UserError("--dry-run: is for one process; start it without torchrun")
     if len(data.train) == 0:
         raise UserError(f"data.batch_size: {config.data.batch_size} leaves no whole training batch; reduce it")
-    prepared = prepare_model(model, config, data.image_shape)
     print(qat.summary(prepared), end="\n\n")
     rows = qat.cost(prepared, torch.zeros(1, *data.image_shape))
     cells = [[row.name, *(f"{value:,}" for value in (*row[1:], row.bops))] for row in rows]

@@ -61,6 +61,8 @@ class Stages:
     config: RunConfig
     data: Data
     device: torch.device
+    prepared: dict[str, nn.Module]
+    """The model on the grids of each stage, as it was prepared at the start of the run."""
     log: RunLog
     folder: RunFolder
     before: dict[str, Any]
@@ -106,8 +108,8 @@ class Stages:
         self._train("float_finetune", model)
 
     def quantized(self, model: nn.Module) -> nn.Module:
-        """Prepare the model, log what stays float, and write the table of layers."""
-        prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
+        """Give the prepared model the float weights, log what stays float, and write the table of layers."""
+        prepared = self._on_grids("qat", self.config, model)
         layers = qat.summary(prepared)
         if not self._has_begun("qat"):  # otherwise the file already shows what was learned
             write_text(self.folder.path / LAYERS, layers + "\n")
@@ -140,14 +142,22 @@ class Stages:
         for name, stage in progressive_stages(self.config.qat).items():
             on_grids = model
             if not self._is_finished(name):
-                on_grids = prepare_model(float_model, on_grids_of(self.config, stage), self.data.image_shape)
-                on_grids.to(self.device)
+                on_grids = self._on_grids(name, on_grids_of(self.config, stage), float_model)
                 if not self._has_begun(name):
                     self._start_from(trained, on_grids)
                 trained = on_grids
             self._train(name, on_grids)
         if trained is not None:
             self._start_from(trained, model)
+
+    def _on_grids(self, name: str, config: RunConfig, float_model: nn.Module) -> nn.Module:
+        if self.resumed:  # what was prepared at the start had other weights than the run's, and so its ranges
+            return prepare_model(float_model, config, self.data.image_shape).to(self.device)
+        prepared = self.prepared.pop(name)
+        prepared.load_state_dict(float_model.state_dict(), strict=False)  # all but quantizers
+        qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
+        layout = torch.channels_last if self.config.channels_last else torch.preserve_format
+        return prepared.to(self.device).to(memory_format=layout)
 
     def _start_from(self, trained: nn.Module | None, model: nn.Module) -> None:
         if trained is not None:
