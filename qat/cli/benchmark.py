@@ -28,16 +28,11 @@ from qat.training.report.drawing import can_draw
 from qat.training.run.folder import LATENCY, MODEL
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
-
-ROUND = 0.05
-"""Seconds that a model runs before the other one's turn, at least one call."""
-
-DEFAULT = "integers, default session"
-"""The row of a session without options, where that does not multiply exactly."""
+ROUND = 0.05  # seconds that a model runs before the other one's turn, at least one call
+DEFAULT = "integers, default session"  # the row of a session without options, where that does not multiply exactly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `benchmark`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--runtime", choices=tuple(RUNTIMES), help="default: onnxruntime, or litert for a .tflite")
@@ -51,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure, turn by turn, and print the table."""
     opened = open_run(given.run_path, given.model)
     runtime = given.runtime or (opened.runtime if opened.runtime in RUNTIMES else "onnxruntime")
     if given.plot and not can_draw():
@@ -86,7 +80,7 @@ def run(given: argparse.Namespace) -> int:
             }
             rows += [row for batch in batches for row in _measured(sessions, batch, threads, given.rounds)]
         sizes = {name: path.stat().st_size for name, path in models.items() if name != DEFAULT}
-    results = {
+    results: dict[str, Any] = {
         "rows": [{**row, "agreement": agreement.get(row["model"])} for row in rows],
         "bytes": sizes,
         "runtime": runtime,

@@ -16,19 +16,15 @@ from qat.training.run.folder import read_summary
 from qat.training.run.report import ROWS
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
-
-PLACE = {"run_dir", "resume"}
-"""Keys that say where a run is, and not what it does."""
+PLACE = {"run_dir", "resume"}  # keys that say where a run is, and not what it does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py, two or more")
     parser.add_argument("--json", action="store_true", help="write the comparison as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print one table with a column for each run."""
     if len(given.runs) < 2:
         raise UserError("RUN: one run has nothing to be compared with; name two or more")
     opened = [open_run(path) for path in given.runs]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.cli.runs import add_overrides, add_run, open_run, several
+from qat.cli.runs import add_overrides, add_run, open_run
 from qat.cli.runtimes import RUNTIMES, default_differs
 from qat.text import table
 from qat.training.run.folder import EVALUATION
@@ -24,17 +24,21 @@ DEFAULT = CHOICES[:3]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `evaluate`."""
     add_run(parser)
     add_overrides(parser)
-    parser.add_argument(
-        "--runtime", type=several(CHOICES), help=f"of {', '.join(CHOICES)}, with commas; default: the first three"
-    )
+    named = f"of {', '.join(CHOICES)}, with commas; default: the first three"
+    parser.add_argument("--runtime", type=_runtimes, help=named)
     parser.add_argument("--json", action="store_true", help="write the results as JSON")
 
 
+def _runtimes(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if wrong := [name for name in names if name not in CHOICES]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not one of {', '.join(CHOICES)}")
+    return list(dict.fromkeys(names))
+
+
 def run(given: argparse.Namespace) -> int:
-    """Print the table."""
     opened = open_run(given.run_path, given.model)
     data = opened.data(given.overrides)
     asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has(name)]

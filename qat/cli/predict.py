@@ -16,7 +16,6 @@ EXAMPLE = "python -m qat predict runs/resnet_int8 photo.png --compare"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `predict`."""
     add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a picture file")
     parser.add_argument("--top", type=count, default=5, metavar="N", help="classes to show; default: 5")
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print a table for each picture."""
     opened = open_run(given.run_path, given.model)
     chosen = given.runtime or opened.runtime
     runtimes = [chosen, *(["float"] if given.compare else [])]

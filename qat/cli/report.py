@@ -16,13 +16,11 @@ EXAMPLE = "python -m qat report runs/resnet_int8 runs/resnet_int8-2 --to both.ht
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `report`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py, finished or not")
     parser.add_argument("--to", metavar="FILE", help="the page to write; default: report.html in the run's folder")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Write the page, and say where it is."""
     folders = [open_run(path).folder for path in given.runs]
     if given.to is None and len(folders) > 1:
         raise UserError("--to: missing; name the page of several runs, such as --to both.html")

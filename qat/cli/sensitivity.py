@@ -28,15 +28,11 @@ from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat sensitivity runs/resnet_int8"
-
-BITS, MOST = 8, 5
-"""What a layer gets that stands out with fewer; so many layers at most."""
-
+BITS, MOST = 8, 5  # what a layer gets that stands out with fewer; so many layers at most
 Result = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `sensitivity`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--images", type=count, default=1024, metavar="N", help="drawn at random; default: 1,024")
@@ -44,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure, write the results, and print the table and what it suggests."""
     opened = open_run(given.run_path, given.model)
     there = (read_summary(opened.folder) or {}).get("val_images", math.inf)
     limit = [f"data.limit_val={given.images}"] if given.images < there else []

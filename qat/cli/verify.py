@@ -31,7 +31,6 @@ COMPARED = [name for name in RUNTIMES if name != "openvino"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `verify`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument(

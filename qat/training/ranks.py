@@ -55,11 +55,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others in a collective. One that ends is noticed at once, by its connection."""
 
-RUN_DIR, FAILED = "qat/run_dir", "qat/failed"
-"""Keys of what ranks leave in the store of torchrun's agent."""
-
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""The variable in which torchrun says how often it has started the ranks anew."""
+RUN_DIR, FAILED = "qat/run_dir", "qat/failed"  # keys of what ranks leave in the store of torchrun's agent
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the variable in which torchrun says how often it has started the ranks anew
 
 
 def is_launched() -> bool:

@@ -116,6 +116,7 @@ def test_steps_are_graphs_on_cuda(config: dict[str, Any], wanted: bool, refused:
     run = stage_run(tmp_path, tiny_model(), QATStageConfig(**config.get("qat", {})), config=config)
     assert not run.wants_graphs
     run.device = torch.device("cuda")
+    run.__post_init__()
     assert run.wants_graphs == wanted and str(run.graphs_refused).startswith(str(refused))
 
 

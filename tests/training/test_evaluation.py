@@ -154,7 +154,7 @@ def test_new_statistics_have_to_be_clearly_better(
 ) -> None:
     """By 0.01, and by a twentieth of the loss: both."""
     losses = iter((before, after))
-    monkeypatch.setattr(evaluation, "_loss", lambda run, batches: next(losses))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: evaluation.Evaluation(0, next(losses), 1, 0))
     run = settling(tmp_path)
     assert bool(settle_statistics(run, 1)) is kept
 

@@ -136,7 +136,6 @@ def described(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
 def test_without_weights_the_same_layers_are_built(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     config = ModelConfig(name=name, weights="IMAGENET1K_SWAG_E2E_V1" if name == "vit_b_16" else "DEFAULT")
     with monkeypatch.context() as patch:
-        patch.setattr("qat.training.model._fetch", lambda *_: None)
         patch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: {})
         patch.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
         expected = build_model(config, 10)

@@ -26,9 +26,7 @@ from qat.training.config.schema import AugmentConfig
 Picture: TypeAlias = Image.Image | Tensor
 Channels: TypeAlias = tuple[float, float, float]
 Transform: TypeAlias = Callable[[Picture], Tensor]
-
-MAX_RESIZED_BYTES = 512 * 2**20
-"""Sets in memory are resized up front only if the result has at most this many bytes."""
+MAX_RESIZED_BYTES = 512 * 2**20  # sets in memory are resized up front only if the result has at most this many bytes
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class ToInput:
         self.std = torch.tensor(std).mul(255).view(3, 1, 1)
 
     def __call__(self, picture: Picture) -> Tensor:
-        """Normalise one image; a single channel is repeated."""
         pixels: Tensor = picture if isinstance(picture, Tensor) else pixels_of(picture)
         coloured = pixels.expand(*pixels.shape[:-3], 3, -1, -1)
         mean, std = self.mean.to(pixels.device), self.std.to(pixels.device)
@@ -112,7 +109,6 @@ class Cutout:
         self.side = side
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Cut out of one normalised image (3, H, W), in place."""
         top, left = (int(torch.randint(length, ())) - self.side // 2 for length in image.shape[1:])
         image[:, max(0, top) : max(0, top + self.side), max(0, left) : max(0, left + self.side)] = 0
         return image

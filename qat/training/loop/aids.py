@@ -87,7 +87,6 @@ class Aids:
         return added
 
     def after_step(self) -> None:
-        """What follows the optimizer's step."""
         if self.oscillations is not None:
             self.oscillations.update(self.progress)
 
@@ -111,7 +110,6 @@ class Aids:
         return {} if self.oscillations is None else {"oscillations": self.oscillations.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         if self.oscillations is not None:
             self.oscillations.load_state_dict(state["oscillations"])
 

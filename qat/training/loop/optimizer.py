@@ -15,8 +15,7 @@ from qat.training.errors import UserError
 OWN_OF_QAT = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay", "weight_decay_by_bits")
 """Keys of `qat` that are also arguments of `qat.parameter_groups`."""
 
-WARMUP_START = 0.01
-"""Start of the warm-up, as a share of the peak learning rate."""
+WARMUP_START = 0.01  # start of the warm-up, as a share of the peak learning rate
 
 
 def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimizer:
@@ -104,11 +103,9 @@ class TwoOptimizers(torch.optim.Optimizer):
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of the parts, in their order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = self._groups()  # a part that loads has new dictionaries

@@ -43,32 +43,25 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     """Call `qat.prepare` with the config's recipe."""
     try:
-        return _prepared(model, config, image_shape)
-    except UserError as error:
-        absent = [name for name in config.imports if name not in sys.modules]
-        if not absent:
-            raise
-        raise UserError(
-            f"{error}; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
-            f" {' --import '.join(absent)}), for no code is imported because a file names it"
-        ) from error
-
-
-def _prepared(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    recipe = build_recipe(config.quantization)
-    for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
-        with value_errors_reported(f"quantization.{tensor}.rule: "):
-            quantizer_class(spec.rule)
-    example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
-    try:
+        recipe = build_recipe(config.quantization)
+        for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
+            with value_errors_reported(f"quantization.{tensor}.rule: "):
+                quantizer_class(spec.rule)
+        example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnwritableWarning)  # hours of training would end without a file
             prepared = qat.prepare(model, recipe, example)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
-    except (ValueError, UnwritableWarning) as error:
-        raise UserError(f"{config.model.name}: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
-        raise UserError(f"model.name: {config.model.name} cannot be prepared ({reason(error)})") from error
+        said = f"model.name: {config.model.name} cannot be prepared ({reason(error)})"
+        if isinstance(error, UserError | ValueError | UnwritableWarning):
+            said = str(error) if isinstance(error, UserError) else f"{config.model.name}: {error}"
+        if absent := [name for name in config.imports if name not in sys.modules]:
+            said += (
+                f"; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
+                f" {' --import '.join(absent)}), for no code is imported because a file names it"
+            )
+        raise UserError(said) from error
     return prepared
 
 

@@ -23,12 +23,8 @@ from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import split_output, to_device
 
-IMAGES = 16
-"""For the errors of layers and for histograms."""
-
-ANSWERS = 5000
-"""Validation images whose answers are compared with the float model's, at most."""
-
+IMAGES = 16  # for the errors of layers and for histograms
+ANSWERS = 5000  # validation images whose answers are compared with the float model's, at most
 WORST, BINS, COSTS = 6, 128, ("name", "weight_bits", "activation_bits")
 
 

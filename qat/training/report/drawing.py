@@ -27,9 +27,7 @@ STYLE: dict[str, Any] = {
     "figure.facecolor": "none", "axes.facecolor": "none", "figure.dpi": 120, "svg.hashsalt": "qat",
 }  # fmt: skip
 
-WIDTH = 7.2
-"""Of a figure, in inches."""
-
+WIDTH = 7.2  # of a figure, in inches
 METADATA, SIZE = re.compile(r"<metadata>.*?</metadata>\s*", re.DOTALL), re.compile(r' (?:width|height)="[\d.]+pt"')
 
 

@@ -15,14 +15,9 @@ from qat.training.report.run import ReportedRun
 from qat.training.run.folder import EVALUATION, SENSITIVITY
 from qat.training.run.report import ROWS, deviation_of, results_by_row
 
-NAMED = 5
-"""Curves with a name of their own in a figure of many."""
-
-MOVED = 0.01
-"""Scales that have moved less have no name."""
-
-FEW_LEVELS = 33
-"""Grids of at most so many integers are drawn line by line."""
+NAMED = 5  # curves with a name of their own in a figure of many
+MOVED = 0.01  # scales that have moved less have no name
+FEW_LEVELS = 33  # grids of at most so many integers are drawn line by line
 
 
 def results(run: ReportedRun) -> Any:

@@ -10,36 +10,20 @@ from qat.training.report.run import ReportedRun
 from qat.training.run.folder import SENSITIVITY
 from qat.training.run.report import deviation_of
 
-FAR = 2.0
-"""A scale that grew or shrank by more than this factor has left what calibration found."""
-
-JUMP = 0.5
-"""Of a scale between two points of its curve, as a power of two; healthy ones move by percents."""
-
-LAG = 0.25
-"""Deviations; the statistics of settled BatchNorms are within 0.1 of the batches'."""
-
+FAR = 2.0  # a scale that grew or shrank by more than this factor has left what calibration found
+JUMP = 0.5  # of a scale between two points of its curve, as a power of two; healthy ones move by percents
+LAG = 0.25  # deviations; the statistics of settled BatchNorms are within 0.1 of the batches'
 CLIPPED, LEVELS, TURNING, WAITING = 0.05, 0.25, 0.05, 0.3
 """Shares from which on clipping, few levels (8 bits), weights that turn round, and waiting for data are named."""
 
 AT_FLOOR = 0.1
 """The share of a tensor's scales from which on it has collapsed; of many channels a few are dead in float too."""
 
-FEW_BITS = 4
-"""Below, much is clipped, and rightly so."""
-
-HURT = 25.0
-"""dB: clipping that leaves more is by a level or so, as of black pixels at the end of the range."""
-
-BEHIND = 12.0
-"""dB below the median of all layers, which is two bits."""
-
-MOST_BITS, DB_A_BIT = 8, 6.0
-"""What targets compute on at most, and what each bit less costs."""
-
-SHARE = 0.1
-"""A layer stands out in `sensitivity` only for this share of the whole cost."""
-
+FEW_BITS = 4  # below, much is clipped, and rightly so
+HURT = 25.0  # dB: clipping that leaves more is by a level or so, as of black pixels at the end of the range
+BEHIND = 12.0  # dB below the median of all layers, which is two bits
+MOST_BITS, DB_A_BIT = 8, 6.0  # what targets compute on at most, and what each bit less costs
+SHARE = 0.1  # a layer stands out in `sensitivity` only for this share of the whole cost
 RATES = ("qat.quantizer_lr_factor", "qat.quantizer_lr")
 
 

@@ -21,10 +21,7 @@ from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
-
-MOST_CHANGES = 12
-"""Rows of the table of changed answers."""
-
+MOST_CHANGES = 12  # rows of the table of changed answers
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 

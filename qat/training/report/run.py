@@ -11,11 +11,8 @@ from qat.training.config.file import flat, parse_yaml
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 
-Points: TypeAlias = list[tuple[int, float]]
-"""(step, value), in the order of the steps."""
-
-Curves: TypeAlias = dict[tuple[str, str], Points]
-"""By run ("qat/train") and tag ("scale/conv1.weight_quantizer")."""
+Points: TypeAlias = list[tuple[int, float]]  # (step, value), in the order of the steps
+Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and tag ("scale/conv1.weight_quantizer")
 
 
 def read_curves(folder: Path) -> Curves:
@@ -52,12 +49,10 @@ class ReportedRun:
 
     @cached_property
     def curves(self) -> Curves:
-        """What TensorBoard shows."""
         return read_curves(self.path)
 
     @cached_property
     def config(self) -> str:
-        """The resolved config, as text."""
         file = self.path / RESOLVED_CONFIG
         return file.read_text(encoding="utf-8") if file.is_file() else ""
 
