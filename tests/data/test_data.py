@@ -230,15 +230,12 @@ def test_a_truncated_image_and_one_of_16_bits_are_refused(folder: Path) -> None:
     assert said == f"data.root: '{path}' has pixels of mode 'I;16'; save it with 8 bits a channel"
 
 
-@pytest.mark.parametrize(
-    ("fields", "beginning"),
-    [
-        ({"name": "fake", "download": True}, "data.download: true has no effect with 'fake'; it is for cifar10, cifar"),
-        ({"root": "x"}, "data.root: 'x' has no effect: data.name 'digits' is bundled"),
-        ({"name": "imagefolder"}, "data.root: missing; data.name 'imagefolder' needs the path of the folder"),
-        ({"name": "npz"}, "data.root: missing; data.name 'npz' needs the path of the .npz file"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "beginning"), [
+    ({"name": "fake", "download": True}, "data.download: true has no effect with 'fake'; it is for cifar10, cifar"),
+    ({"root": "x"}, "data.root: 'x' has no effect: data.name 'digits' is bundled"),
+    ({"name": "imagefolder"}, "data.root: missing; data.name 'imagefolder' needs the path of the folder"),
+    ({"name": "npz"}, "data.root: missing; data.name 'npz' needs the path of the .npz file"),
+])  # fmt: skip
 def test_wrong_settings_are_refused(fields: dict[str, Any], beginning: str) -> None:
     assert refusal(**fields).startswith(beginning)
 
@@ -255,17 +252,14 @@ def test_npz_reads_colour_and_grey(tmp_path: Path) -> None:
     assert torch.equal((images[:, 2] * 127.5 + 127.5).round(), torch.from_numpy(grey).float())
 
 
-@pytest.mark.parametrize(
-    ("changed", "fact"),
-    [
-        ({"y_val": None, "x_train": None}, "has no x_train, y_val"),
-        ({"y_val": np.array([0, 7])}, "val: labels go from 0 to 7, but classes has length 3"),
-        ({"x_val": np.zeros((2, 3, 8, 8), np.uint8)}, "val: images must be a uint8 tensor"),
-        ({"x_val": np.zeros((2, 8), np.uint8)}, "images must be (N, H, W) or (N, H, W, C) and labels integers, got (2"),
-        ({"y_train": np.zeros(4)}, "labels integers, got (4, 8, 8, 3) and float64"),
-        ({"y_val": np.array([0, "a"], object)}, "Object arrays cannot be loaded when allow_pickle=False"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "fact"), [
+    ({"y_val": None, "x_train": None}, "has no x_train, y_val"),
+    ({"y_val": np.array([0, 7])}, "val: labels go from 0 to 7, but classes has length 3"),
+    ({"x_val": np.zeros((2, 3, 8, 8), np.uint8)}, "val: images must be a uint8 tensor"),
+    ({"x_val": np.zeros((2, 8), np.uint8)}, "images must be (N, H, W) or (N, H, W, C) and labels integers, got (2"),
+    ({"y_train": np.zeros(4)}, "labels integers, got (4, 8, 8, 3) and float64"),
+    ({"y_val": np.array([0, "a"], object)}, "Object arrays cannot be loaded when allow_pickle=False"),
+])  # fmt: skip
 def test_npz_mistakes_are_sentences(tmp_path: Path, changed: dict[str, np.ndarray | None], fact: str) -> None:
     fields = npz(tmp_path, **changed)
     said = refusal(**fields)

@@ -29,11 +29,12 @@ from qat.training.run.logging import RunLog
 
 CPU = torch.device("cpu")
 
+Patch, Captured, Logged = pytest.MonkeyPatch, pytest.CaptureFixture[str], pytest.LogCaptureFixture
+
 # TensorBoard reads files in the order of their names, which end with this count: .10 would come before .9.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
-MOST_SECONDS = 200
-"""After which `on_ranks` ends its processes."""
+MOST_SECONDS = 200  # after which `on_ranks` ends its processes
 
 Outputs = namedtuple("Outputs", ["aux", "logits"])
 

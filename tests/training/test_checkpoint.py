@@ -67,15 +67,12 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 FOREIGN = "the checkpoint is damaged or of another program; restore a copy"
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"PK\x03\x04garbage", FOREIGN),
-        (nn.Linear(1, 1), FOREIGN),
-        (nn.Linear(1, 1).state_dict(), "this is not a checkpoint of a run; weights go in model.checkpoint"),
-        ({"format": 2}, "the checkpoint has format 2, this version of qat reads format 1"),
-    ],
-)
+@pytest.mark.parametrize(("content", "sentence"), [
+    (b"PK\x03\x04garbage", FOREIGN),
+    (nn.Linear(1, 1), FOREIGN),
+    (nn.Linear(1, 1).state_dict(), "this is not a checkpoint of a run; weights go in model.checkpoint"),
+    ({"format": 2}, "the checkpoint has format 2, this version of qat reads format 1"),
+])  # fmt: skip
 def test_files_that_are_not_checkpoints_are_refused(content: Any, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     if isinstance(content, bytes):
@@ -126,15 +123,12 @@ def test_other_data_are_noticed() -> None:
     assert said.startswith("data: 2 classes, the run was trained with 2: in another order; set data.root to its images")
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "difference"),
-    [
-        ({}, {"seed": 1}, "seed: 0, now it is 1"),
-        ({}, {"float": {"epochs": 5}, "qat": {"epochs": 5}}, "float.epochs: 0, now it is 5"),
-        ({}, {"model": {"kwargs": {"width": 2}}}, "model.kwargs.width: not set, now it is 2"),
-        ({"model": {"kwargs": {"width": 2}}}, {}, "model.kwargs.width: 2, now it is not set"),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "difference"), [
+    ({}, {"seed": 1}, "seed: 0, now it is 1"),
+    ({}, {"float": {"epochs": 5}, "qat": {"epochs": 5}}, "float.epochs: 0, now it is 5"),
+    ({}, {"model": {"kwargs": {"width": 2}}}, "model.kwargs.width: not set, now it is 2"),
+    ({"model": {"kwargs": {"width": 2}}}, {}, "model.kwargs.width: 2, now it is not set"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_training_is_refused(before: Any, now: Any, difference: str) -> None:
     said = user_error(check_same_config, Path("last.pt"), RunConfig(**before).model_dump(mode="json"), RunConfig(**now))
     assert said == f"last.pt: was trained with {difference}; set it back, or start anew in another run_dir"

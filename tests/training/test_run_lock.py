@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from qat.training.run.folder import LOCK, RunLock, check_folder, write_text
-from tests.runs.tiny_training import user_error
+from tests.runs.tiny_training import Logged, Patch, user_error
 
 HOLDER = """
 import os, sys, time
@@ -83,9 +81,7 @@ def test_a_folder_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
     assert (folder / LOCK).read_text() == "1 elsewhere"  # not ours to remove
 
 
-def test_a_file_system_without_locks_gives_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: Patch, caplog: Logged) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -120,9 +116,7 @@ def test_a_link_that_leads_to_the_folder_of_another_run_is_noticed(tmp_path: Pat
     lock.release()
 
 
-def test_a_lock_file_removed_while_it_is_opened_is_locked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_removed_while_it_is_opened_is_locked_again(tmp_path: Path, monkeypatch: Patch) -> None:
     real = fcntl.lockf
 
     def lockf(descriptor: int, how: int) -> None:

@@ -66,11 +66,15 @@ class StageRun:
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(self.stage, self.train)
 
-    def __post_init__(self) -> None:
-        # Whether steps are to run as CUDA graphs, where they can, and whether steps and evaluations do.
-        graphs = bool(self.config.cuda_graphs) and not self.config.compile
-        self.wants_graphs = self.device.type == "cuda" and graphs
-        self.in_graphs = self.wants_graphs and self.graphs_refused is None
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether steps are to run as CUDA graphs, where they can."""
+        return self.device.type == "cuda" and bool(self.config.cuda_graphs) and not self.config.compile
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether steps and evaluations run as CUDA graphs."""
+        return self.wants_graphs and self.graphs_refused is None
 
     @property
     def graphs_refused(self) -> str | None:
