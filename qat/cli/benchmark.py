@@ -24,7 +24,7 @@ from qat.cli.runtimes import RUNTIMES, Session, default_differs, open_file
 from qat.export.onnx.program import quiet_export
 from qat.text import first_line, table
 from qat.training.errors import UserError
-from qat.training.report.drawing import can_draw
+from qat.training.report.figures import can_draw
 from qat.training.run.folder import LATENCY, MODEL
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"

@@ -212,7 +212,7 @@ def _read(file: Path, where: str) -> State:
         raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
     if isinstance(content, dict):
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
-    if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
+    if not isinstance(content, dict) or not all(map(_is_plain, content.values())):
         raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
     if not content:
         raise UserError(f"{where} holds no weights")

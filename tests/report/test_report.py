@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qat.training.report import drawing, page
+from qat.training.report import figures, page
 from qat.training.report.figures import FIGURES
 from qat.training.report.findings import findings
 from qat.training.report.page import NO_MATPLOTLIB, write_report
@@ -100,7 +100,7 @@ def test_a_page_has_every_figure_and_needs_nothing_else(tmp_path: Path) -> None:
     assert not re.search(r"@import|url\(\s*['\"]?https?:", text)
     assert {path.stem for path in (run / "figures").iterdir()} == FIGURES.keys() - {"results"}
     assert (run / "results.png").read_bytes().startswith(b"\x89PNG")
-    assert drawing.INK not in text and "currentColor" in text  # figures take the colours of the page
+    assert figures.INK not in text and "currentColor" in text  # figures take the colours of the page
     assert "&lt;cat&gt;" in text and "<cat>" not in text and "&lt;tiny&gt;" in text
     assert "Nothing stands out." in text and "openvino" in text
 

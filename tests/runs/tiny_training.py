@@ -23,7 +23,7 @@ from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.engine import train_stage
 from qat.training.loop.stage import StageRun
-from qat.training.report.run import read_curves
+from qat.training.report.run import ReportedRun
 from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
 from qat.training.run.logging import RunLog
 
@@ -48,7 +48,7 @@ def user_error(call: Callable[..., object], *arguments: Any, **named: Any) -> st
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """The points (step, value) that TensorBoard reads in a run folder, by `stage/split/tag`."""
-    return {f"{run}/{tag}": points for (run, tag), points in read_curves(folder).items()}
+    return {f"{run}/{tag}": points for (run, tag), points in ReportedRun(folder).curves.items()}
 
 
 class TinyBatches:

@@ -101,21 +101,6 @@ def test_two_runs_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     again.release()
 
 
-def test_a_link_that_leads_to_the_folder_of_another_run_is_noticed(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    run_dir = tmp_path / "now"
-    run_dir.symlink_to("one")
-    lock = RunLock(run_dir)
-    write_text(lock.folder / "x", "ours")
-    run_dir.unlink()
-    run_dir.symlink_to("two")
-    said = user_error(write_text, lock.folder / "x", "ours")
-    assert said.startswith(f"{run_dir}: the run folder or its .lock was moved, deleted or replaced")
-    assert list((tmp_path / "two").iterdir()) == []
-    lock.release()
-
-
 def test_a_lock_file_removed_while_it_is_opened_is_locked_again(tmp_path: Path, monkeypatch: Patch) -> None:
     real = fcntl.lockf
 

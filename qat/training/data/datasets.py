@@ -88,7 +88,7 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
 
 
 def _imagefolder(config: DataConfig, seed: int) -> Dataset:
-    splits, classes = read_image_folder(_root(config))
+    splits, classes = read_image_folder(Path(os.path.expanduser(str(config.root))))
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
@@ -105,7 +105,7 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     from torchvision import datasets  # late, since it takes seconds
 
     reader, mean, std = _TORCHVISION[config.name]
-    root = _root(config)
+    root = Path(os.path.expanduser(str(config.root)))
     try:
         with nullcontext() if on_terminal() else redirect_stderr(io.StringIO()):  # bars of downloads
             splits = [getattr(datasets, reader)(root, train, download=config.download) for train in (True, False)]
@@ -123,7 +123,7 @@ _NPZ_ARRAYS = ("x_train", "y_train", "x_val", "y_val")
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
     # Images are uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3); without names of classes, they are numbers.
-    path = _root(config)
+    path = Path(os.path.expanduser(str(config.root)))
     where = f"data.root: '{path}'"
     if not path.is_file():
         raise UserError(f"{where} is not a file{looked_in(path)}; it must be an .npz with {', '.join(_NPZ_ARRAYS)}")
@@ -147,11 +147,6 @@ def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
         raise ValueError(f"{form}, got {images.shape} and {labels.dtype}")
     first = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     return ImageArray(torch.from_numpy(first), torch.from_numpy(labels.astype(np.int64)))
-
-
-def _root(config: DataConfig) -> Path:
-    assert config.root is not None  # build_dataset checks this
-    return Path(os.path.expanduser(config.root))
 
 
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {

@@ -37,9 +37,6 @@ class TransformedImages(Dataset[Sample]):
     def __init__(self, images: Images, transform: Transform, random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
 
-    def __len__(self) -> int:
-        return len(self.images.labels)
-
     def __getitems__(self, keys: list[SampleKey]) -> list[Sample]:
         """Return the samples of a whole batch; torch's loader calls this where it is defined."""
         state, threads = torch.default_generator.get_state(), torch.get_num_threads()
@@ -62,9 +59,6 @@ class BatchedImages(Dataset[Batch]):
 
     def __init__(self, images: ImageArray, transform: BatchTransform) -> None:
         self.images, self.transform = images, transform
-
-    def __len__(self) -> int:
-        return len(self.images.labels)
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch:
         """Return a batch; torch's loader calls this where it is defined."""
@@ -237,8 +231,8 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         return make(calibration_view, order, config.batch_size, persistent=False, alone=alone)
 
     return Data(
-        train=make(train_view, EpochOrder(len(train_view), seed), config.batch_size, whole=True),
-        val=make(val_view, EpochOrder(range(len(val_view))), config.eval_batch_size or 2 * config.batch_size),
+        train=make(train_view, EpochOrder(len(train.labels), seed), config.batch_size, whole=True),
+        val=make(val_view, EpochOrder(range(len(val.labels))), config.eval_batch_size or 2 * config.batch_size),
         calibration=calibration,
         classes=dataset.classes,
         image_shape=(3, config.image_size, config.image_size),

@@ -82,8 +82,7 @@ def _untrained(stage: StageConfig, key: str) -> list[str]:
     ]  # fmt: skip
     if isinstance(stage, QATStageConfig) and stage.progressive:
         return []  # the stages before it use them
-    have = "has" if len(named) == 1 else "have"
-    return [f"{', '.join(named)} {have} no effect: {key}.epochs is 0"] if named else []
+    return [f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect: {key}.epochs is 0"] if named else []
 
 
 def too_slow(run: StageRun) -> list[str]:

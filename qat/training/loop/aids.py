@@ -45,12 +45,13 @@ class Aids:
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
         self.oscillations: Oscillations | None = None
         self.gradual: GradualQuantization | None = None
-        if isinstance(stage, QATStageConfig) and stage.oscillation is not None:
-            with value_errors_reported("qat.oscillation: "):
-                self.oscillations = Oscillations(model, **stage.oscillation.model_dump())
-        if isinstance(stage, QATStageConfig) and stage.gradual is not None and quantizers:  # float has QAT's settings
-            with value_errors_reported("qat.gradual: "):
-                self.gradual = GradualQuantization(model, **stage.gradual.model_dump())
+        if isinstance(stage, QATStageConfig):
+            if stage.oscillation is not None:
+                with value_errors_reported("qat.oscillation: "):
+                    self.oscillations = Oscillations(model, **stage.oscillation.model_dump())
+            if stage.gradual is not None and quantizers:  # float has QAT's settings
+                with value_errors_reported("qat.gradual: "):
+                    self.gradual = GradualQuantization(model, **stage.gradual.model_dump())
         self.annealed = [q for q in quantizers if type(q).set_progress is not Quantizer.set_progress]
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)

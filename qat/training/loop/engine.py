@@ -110,22 +110,6 @@ class Training:
         if rank():
             torch.manual_seed(run.config.seed + rank())  # dropout draws for its images alone
 
-    def state(self, epoch: int) -> StageState:
-        """What a resumed run needs besides the model."""
-        return StageState(
-            epoch=epoch,
-            step=self.done,
-            meters=[self.whole.sums(), self.window.sums()],
-            best_top1=self.best_top1,
-            optimizer=self.optimizer.state_dict(),
-            schedule=self.schedule.state_dict(),
-            scaler=self.scaler.state_dict(),
-            ema=None if self.ema is None else self.ema.state_dict(),
-            rng=of_all_ranks(capture_rng(self.run.device)),
-            aids=self.aids.state_dict(),
-            watch=self.watch.state_dict(),
-        )
-
     def load(self, state: StageState) -> None:
         self.optimizer.load_state_dict(state.optimizer)
         self.schedule.load_state_dict(state.schedule)
@@ -172,7 +156,12 @@ class Training:
         """Write last.pt, after whole epochs or within one."""
         self.aids.before_evaluation()  # a checkpoint is of the whole model on its grids
         share_state(self.run.model)
-        _save(self.run, LAST_CHECKPOINT, epoch, evaluation, vars(self.state(epoch)), statistics)
+        state = StageState(
+            epoch, self.done, [self.whole.sums(), self.window.sums()], self.best_top1, self.optimizer.state_dict(),
+            self.schedule.state_dict(), self.scaler.state_dict(), None if self.ema is None else self.ema.state_dict(),
+            of_all_ranks(capture_rng(self.run.device)), self.aids.state_dict(), self.watch.state_dict(),
+        )  # fmt: skip
+        _save(self.run, LAST_CHECKPOINT, epoch, evaluation, vars(state), statistics)
         self.saved = time.monotonic()
 
     def save_if_due(self, epoch: int) -> None:

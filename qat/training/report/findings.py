@@ -29,15 +29,11 @@ RATES = ("qat.quantizer_lr_factor", "qat.quantizer_lr")
 
 def findings(run: ReportedRun) -> list[str]:
     """The sentences, the gravest first; none if nothing stands out."""
-    sick = [*_scales(run), *_statistics(run)]  # which show in tensors and layers too
-    return [*_proof(run), *sick, *_summary(run), *(() if sick else [*_tensors(run), *_layers(run)])]
-
-
-def _proof(run: ReportedRun) -> Iterator[str]:
-    if not run.summary:
-        yield "The run is not finished: what follows is what it has drawn so far."
+    first = [] if run.summary else ["The run is not finished: what follows is what it has drawn so far."]
     if run.summary.get("problem"):
-        yield f"The file is not the trained model: {run.summary['problem']}."
+        first.append(f"The file is not the trained model: {run.summary['problem']}.")
+    sick = [*_scales(run), *_statistics(run)]  # which show in tensors and layers too
+    return [*first, *sick, *_summary(run), *(() if sick else [*_tensors(run), *_layers(run)])]
 
 
 def _summary(run: ReportedRun) -> Iterator[str]:
@@ -63,7 +59,8 @@ def _scales(run: ReportedRun) -> Iterator[str]:
         )
     curves = run.by_quantizer("scale")
     moved = {name: abs(math.log2(max(value, 1e-6))) for name, value in _last(run, "scale").items()}
-    jumps = {name: _largest_jump(points) for name, points in curves.items()}
+    powers = {name: [0.0, *(math.log2(max(each, 1e-6)) for _, each in points)] for name, points in curves.items()}
+    jumps = {name: max(abs(b - a) for a, b in pairwise(values)) for name, values in powers.items()}
     gone = {name for name in moved if moved[name] > math.log2(FAR) or jumps[name] > JUMP} - resting.keys()
     far = {name: moved[name] for name in moved if name in gone}
     if far:
@@ -74,11 +71,6 @@ def _scales(run: ReportedRun) -> Iterator[str]:
             f" ({_named(far)}; the first by {2 ** max(far.values()):.3g}), while healthy ones move by percents: the"
             f" rate of the scales is too high; {other}."
         )
-
-
-def _largest_jump(points: list[tuple[int, float]]) -> float:  # as a power of two
-    values = [0.0, *(math.log2(max(value, 1e-6)) for _, value in points)]
-    return max((abs(b - a) for a, b in pairwise(values)), default=0.0)
 
 
 def _statistics(run: ReportedRun) -> Iterator[str]:

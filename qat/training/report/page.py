@@ -12,8 +12,7 @@ from PIL import Image
 from qat.text import table
 from qat.training.config.file import dump_config, flat
 from qat.training.config.schema import RunConfig
-from qat.training.report.drawing import can_draw, rendered, styled
-from qat.training.report.figures import FIGURES
+from qat.training.report.figures import FIGURES, can_draw, rendered, styled
 from qat.training.report.findings import findings
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, replacing

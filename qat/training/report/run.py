@@ -15,20 +15,6 @@ Points: TypeAlias = list[tuple[int, float]]  # (step, value), in the order of th
 Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and tag ("scale/conv1.weight_quantizer")
 
 
-def read_curves(folder: Path) -> Curves:
-    """Every curve, without the points that a resumed run has drawn anew."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run hides points is no news
-    found: Curves = {}
-    for place in sorted({file.parent for file in (folder / CURVES).glob("*/*/events.out.tfevents.*")}):
-        events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
-        for tag in events.Tags()["scalars"]:
-            points = {point.step: point.value for point in events.Scalars(tag)}  # the last one of a step counts
-            found[place.relative_to(folder / CURVES).as_posix(), tag] = sorted(points.items())
-    return found
-
-
 @dataclass
 class ReportedRun:
     """The files of a run; what is missing is empty."""
@@ -49,7 +35,18 @@ class ReportedRun:
 
     @cached_property
     def curves(self) -> Curves:
-        return read_curves(self.path)
+        """Every curve, without the points that a resumed run has drawn anew."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run hides points is no news
+        found: Curves = {}
+        top = self.path / CURVES
+        for place in sorted({file.parent for file in top.glob("*/*/events.out.tfevents.*")}):
+            events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
+            for tag in events.Tags()["scalars"]:
+                points = {point.step: point.value for point in events.Scalars(tag)}  # the last one of a step counts
+                found[place.relative_to(top).as_posix(), tag] = sorted(points.items())
+        return found
 
     @cached_property
     def config(self) -> str:

@@ -143,10 +143,8 @@ def save_float_weights(path: Path, model: nn.Module) -> None:
     if rank():
         return
     # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
-    tensors = {
-        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
-        for name, tensor in model.state_dict().items()
-    }
+    state, layout = model.state_dict(), torch.contiguous_format
+    tensors = {name: torch.clone(tensor.detach().cpu(), memory_format=layout) for name, tensor in state.items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", DIGEST: state_digest(tensors)})
 

@@ -123,10 +123,9 @@ def check_folder(folder: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """On rank 0, write a text file as UTF-8, atomically: whenever the process ends, it has the old text or the new."""
-    if rank():
-        return
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    if rank() == 0:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -200,10 +199,9 @@ def _newest_run(numbers: dict[int, Path]) -> Path | None:
 
 
 def _given_folder(path: Path, config: RunConfig) -> RunFolder:
-    if not path.exists():
-        path.mkdir(parents=True, exist_ok=True)
-    elif not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")
+    path.mkdir(parents=True, exist_ok=True)
     finished = _finished(path, config) if config.resume == "auto" else None
     return RunFolder(path, None, finished) if finished is not None else _locked(path, config)
 

@@ -192,11 +192,8 @@ def _integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
 
 def _answers(found: dict[str, Any]) -> str:
     top1 = "" if found["top1"] is None else f"val top1 {found['top1']:.2f} %, "
-    layers = found["layers"]
-    return (
-        f"{top1}{100 * found['agreement']:.2f} % equal predictions;"
-        f" {layers['differing']:,} of {layers['elements']:,} integers differ over {layers['compared']} layers"
-    )
+    integers = "{differing:,} of {elements:,} integers differ over {compared} layers".format(**found["layers"])
+    return f"{top1}{100 * found['agreement']:.2f} % equal predictions; {integers}"
 
 
 def export_and_prove(

@@ -64,9 +64,8 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
     threads = summary["machine"]["threads"]
     time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
     if "onnx" in summary:
-        layers = summary["onnx"]["layers"]
-        differing = f"{layers['differing']:,} of {layers['elements']:,} integers differ"
-        time = f"{differing} over {layers['compared']} layers; {time}"
+        said = "{differing:,} of {elements:,} integers differ over {compared} layers"
+        time = f"{said.format(**summary['onnx']['layers'])}; {time}"
     versions = (f"{package} {number}" for package, number in summary["versions"].items())
     return [*lines, time, ", ".join(versions)]
 
