@@ -60,12 +60,10 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the variable in which torchrun says h
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
 def ranks_here() -> int:
-    """How many ranks share this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else 1
 
 

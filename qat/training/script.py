@@ -53,17 +53,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config, and changes of it."""
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show layers, cost and time, and train and write nothing"
-    )
+    dry = "show layers, cost and time, and train and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("named", nargs="?", metavar="CONFIG", help="a YAML file, or the name of a shipped one")
     parser.add_argument("--config", help="the same")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
 
 
 def run_parsed(parsed: argparse.Namespace) -> int:
-    """Run with parsed arguments; `run` says what is returned."""
     logging.getLogger("qat").setLevel(logging.INFO)
     words = [word for word in (parsed.named, *parsed.overrides) if word is not None]
     config = parsed.config or next((word for word in words if not OVERRIDE.match(word)), None)
@@ -107,10 +104,8 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
             return run_stages(config, data, device, model, prepared, folder, started)
     if rank():
         return 0
-    print(
-        f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
-        " starts a new one"
-    )
+    ways = "a larger qat.epochs trains on, resume=never in another run_dir starts a new one"
+    print(f"{folder.path}: this run is finished; {ways}")
     return _verdict(folder.path, (read_summary(folder.path) or {})["problem"] or "")
 
 

@@ -1,8 +1,8 @@
 """From a stored image to the model's input: augmentation, geometry, normalisation.
 
-A pipeline takes one image, a PIL image (from a file) or a uint8 tensor (from a set in memory), and returns a normalised
-float32 tensor with 3 channels. Its augmentation is torchvision's, which takes seconds to import; validation's part is
-the same operations without it. Random numbers are of torch's global CPU generator, seeded for each image.
+A pipeline takes a PIL image (from a file) or a uint8 tensor (from a set in memory), and returns a normalised float32
+tensor with 3 channels. Augmentation is torchvision's, which takes seconds to import; validation does without. Random
+numbers are of torch's global CPU generator, seeded for each image.
 
 For sets in memory `BatchTransform` does a whole batch: image by image costs about 100 microseconds each in Python, as
 much as a small network's share of a step. Its random numbers are a hash of each image's own seed, so that they depend

@@ -96,7 +96,6 @@ def arriving(batches: Iterable[Any], window: Callable[[], Meter]) -> Iterator[An
 
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float, more: Mapping[str, float]) -> None:
-    """Log the metrics of the last few steps, and more curves."""
     curves = {
         **window.results,
         "lr": lr,

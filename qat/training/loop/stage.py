@@ -35,7 +35,6 @@ class TrainBatches(Batches, Protocol):
 
 
 def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
-    """Optimizer steps of the stage in one pass over the batches."""
     return math.ceil(len(train) / stage.accumulate)
 
 

@@ -45,7 +45,6 @@ METADATA, SIZE = re.compile(r"<metadata>.*?</metadata>\s*", re.DOTALL), re.compi
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -74,7 +73,6 @@ def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **options: Any)
 
 
 def panel(height: float = 2.6) -> tuple[Any, Any]:
-    """A figure of one axis, and the axis."""
     figure, axes = panels(height=height)
     return figure, axes[0][0]
 

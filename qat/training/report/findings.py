@@ -51,8 +51,7 @@ def _summary(run: ReportedRun) -> Iterator[str]:
 
 
 def _scales(run: ReportedRun) -> Iterator[str]:
-    resting = {name: share for name, share in _last(run, "at_floor").items() if share > AT_FLOOR}
-    if resting:
+    if resting := {name: share for name, share in _last(run, "at_floor").items() if share > AT_FLOOR}:
         yield (
             f"Scales have collapsed onto their floor in {_named(resting)}: all but small values are clipped there;"
             " lower qat.lr or the rate of the scales, or calibrate on more images."
@@ -74,8 +73,7 @@ def _scales(run: ReportedRun) -> Iterator[str]:
 
 
 def _statistics(run: ReportedRun) -> Iterator[str]:
-    lag = {name: value for name, value in run.analysis.get("batch_norm", {}).items() if value > LAG}
-    if lag:
+    if lag := {name: value for name, value in run.analysis.get("batch_norm", {}).items() if value > LAG}:
         more = "set qat.bn_reestimate: always, or " * (run.settings.get("qat.bn_reestimate") != "always")
         yield (
             f"The running statistics of {len(lag)} BatchNorms are not those of the training batches ({_named(lag)}):"
@@ -88,26 +86,23 @@ def _tensors(run: ReportedRun) -> Iterator[str]:
     clipped = {name: low + last["clipped_high"].get(name, 0) for name, low in last["clipped_low"].items()}
     bits, sqnr = run.analysis.get("bits", {}), _last(run, "sqnr")
     hurt = {name for name in clipped if bits.get(name, 8) >= FEW_BITS and sqnr.get(name, 0) < HURT}
-    much = {name: clipped[name] for name in hurt if clipped[name] > CLIPPED}
-    if much:
-        inits = {run.settings.get(f"quantization.{tensor}.init") for tensor in ("weight", "activation")}
-        other = ", or with init: minmax" * (inits != {"minmax"})
+    inits = {run.settings.get(f"quantization.{tensor}.init") for tensor in ("weight", "activation")}
+    init = ", or with init: minmax" * (inits != {"minmax"})
+    freeze = "try qat.oscillation with freeze, or " * (run.settings.get("qat.oscillation.freeze") is None)
+    if much := {name: clipped[name] for name in hurt if clipped[name] > CLIPPED}:
         yield (
             f"More than {100 * CLIPPED:.0f} % of the values are clipped in {_named(much)}: the range is too narrow;"
-            f" calibrate on more images{other}."
+            f" calibrate on more images{init}."
         )
-    few = {name: -share for name, share in last["levels"].items() if share < LEVELS}
-    if few:
+    if few := {name: -share for name, share in last["levels"].items() if share < LEVELS}:
         yield (
             f"Less than {100 * LEVELS:.0f} % of the levels occur in {_named(few)}: a few large values stretch the"
             " range, or the tensor is nearly constant."
         )
-    turning = {name: share for name, share in last["oscillating"].items() if share > TURNING}
-    if turning:
-        other = "try qat.oscillation with freeze, or " * (run.settings.get("qat.oscillation.freeze") is None)
+    if turning := {name: share for name, share in last["oscillating"].items() if share > TURNING}:
         yield (
             f"More than {100 * TURNING:.0f} % of the weights still turn round at the end in {_named(turning)}:"
-            f" {other}a lower rate at the end."
+            f" {freeze}a lower rate at the end."
         )
     waited = [value for (name, tag), points in run.curves.items() if tag == "data_wait" for _, value in points]
     if waited and median(waited) > WAITING:

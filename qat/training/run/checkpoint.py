@@ -59,7 +59,6 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
-    """Restore what `capture_rng` returned; a CUDA state is only used on a CUDA device."""
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
     keys, *rest = states["numpy"]
@@ -108,11 +107,9 @@ def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[
     if before != classes:
         gone, new = sorted({*before} - {*classes}), sorted({*classes} - {*before})
         named = [f"{what} {', '.join(names[:3])}" for what, names in (("without", gone), ("with", new)) if names]
-        raise UserError(
-            f"data: {len(classes)} classes, the run was trained with {len(before)}:"
-            f" {' and '.join(named) or 'in another order'}; set data.root to its images, or start anew in another"
-            " run_dir"
-        )
+        what = f"{len(classes)} classes, the run was trained with {len(before)}"
+        way = "set data.root to its images, or start anew in another run_dir"
+        raise UserError(f"data: {what}: {' and '.join(named) or 'in another order'}; {way}")
     return [
         f"data: the {split} images are others than before ({saved[split]['images']} then, {now['images']} now);"
         " accuracies before and after do not compare"

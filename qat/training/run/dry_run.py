@@ -51,12 +51,10 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
         stages = (("float", model, config.float, float_epochs), ("qat", prepared, config.qat, epochs))
         for stage, each, settings, count in stages:
             if count:
-                each.to(device).to(memory_format=layout)
+                teacher = build_distillation(config, settings, len(data.classes), folder / FLOAT_WEIGHTS, device)
                 run = StageRun(
-                    stage, settings, config, each, data.train, data.val, device, RunLog(folder), folder,
-                    distillation=build_distillation(
-                        config, settings, len(data.classes), folder / FLOAT_WEIGHTS, device
-                    ),
+                    stage, settings, config, each.to(device).to(memory_format=layout), data.train, data.val, device,
+                    RunLog(folder), folder, distillation=teacher,
                 )  # fmt: skip
                 one = _seconds_of_epoch(run)
                 seconds += count * one

@@ -159,7 +159,6 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
 def onnx_results(
     found: Verification, layers: list[LayerDifference], operators: Mapping[str, int], size: int, sums: list[Saturation]
 ) -> dict[str, Any]:
-    """Return the `onnx` section of summary.json; the operators are those that ONNX Runtime runs after optimising."""
     channels = [len(each.channels) for each in sums]
     return {
         **session_results(found, layers),
@@ -170,7 +169,6 @@ def onnx_results(
 
 
 def session_results(found: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
-    """The results of one kind of session."""
     return {
         "top1": found.onnx_top1,
         "agreement": found.agreement,

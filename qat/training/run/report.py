@@ -71,7 +71,6 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def noise_of(top1: float, images: int) -> str:
-    """How far an accuracy in percent may be from that on other images of the same kind."""
     noise = f"+-{deviation_of(top1, images):.1f} points (two standard deviations)"
     return f"top1 is of {images:,} images: {noise} on others"
 
@@ -86,7 +85,6 @@ def deviation_of(top1: float, images: int) -> float:
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
-    """The rows of the table: one per model, with accuracy, size and agreement if they are known."""
     rows = [["model", "top1 %", "size", "agreement"]]
     for key, result in results_by_row(results).items():
         size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
@@ -102,7 +100,6 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
 
 
 def results_by_row(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The results that a summary has, by the keys of `ROWS`."""
     nested = summary.get("onnx", {}).get("default_session")
     found = {**summary, "onnx.default_session": nested}
     return {key: found[key] for key in ROWS if found.get(key)}

@@ -124,10 +124,10 @@ class Stages:
             self._start_from(trained, model)
 
     def _on_grids(self, name: str, config: RunConfig, float_model: nn.Module) -> nn.Module:
-        if self.resumed:  # what was prepared at the start had other weights than the run's, and so its ranges
-            return prepare_model(float_model, config, self.data.image_shape).to(self.device)
         prepared = self.prepared.pop(name)
-        prepared.load_state_dict(float_model.state_dict(), strict=False)  # all but quantizers
+        # What a resumed run has prepared had other weights than the run's, and so its ranges.
+        if self.resumed or prepared.load_state_dict(float_model.state_dict(), strict=False).unexpected_keys:
+            prepared = prepare_model(float_model, config, self.data.image_shape)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
         layout = torch.channels_last if self.config.channels_last else torch.preserve_format
         return prepared.to(self.device).to(memory_format=layout)
