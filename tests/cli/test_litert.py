@@ -147,15 +147,11 @@ LITERT = ["export", "runs/pets", "--target", "litert", "--to", "x.tflite"]
     ([*LITERT, "--exact-sums"], "--exact-sums: is no option of --target litert; leave it out"),
     (["export", "runs/pets", "--to", "x.onnx", "--c-array"], "--c-array: is no option of --target onnx; leave it"),
     ([*LITERT, "--table", "no/x.csv"], "--table: 'no/x.csv': there is no folder 'no'"),
-    (
-        ["verify", "runs/pets", "--runtime", "litert"],
-        "RUN: 'runs/pets' has no model.tflite; python -m qat export runs/pets --target litert writes it",
-    ),
+    (["verify", "runs/pets", "--runtime", "litert"],
+     "RUN: 'runs/pets' has no model.tflite; python -m qat export runs/pets --target litert writes it"),
     (["verify", "runs/pets", "--runtime", "litert", "--default-session"], "--default-session: is of ONNX Runtime"),
-    (
-        ["predict", "runs/pets/model.onnx", "x.png", "--runtime", "litert"],
-        "--runtime: litert reads .tflite files, and RUN is 'runs/pets/model.onnx'",
-    ),
+    (["predict", "runs/pets/model.onnx", "x.png", "--runtime", "litert"],
+     "--runtime: litert reads .tflite files, and RUN is 'runs/pets/model.onnx'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(arguments: list[str], said: str, verb: Verb) -> None:
     status, out, err = verb(*arguments)

@@ -79,10 +79,8 @@ def test_a_gradient_scaler_unscales_for_both_and_skips_both(factor: float) -> No
     (StageConfig(epochs=1, schedule="constant"), [1, 1, 1, 1, 1]),
     (StageConfig(epochs=1, schedule="cosine"), [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0]),
     # 1.5 warm-up steps of 4: the cosine starts between two steps.
-    (
-        StageConfig(epochs=1, warmup_epochs=0.375),
-        [0.01, 0.67, *((1 + math.cos(math.pi * s / 2.5)) / 2 for s in (0.5, 1.5)), 0],
-    ),
+    (StageConfig(epochs=1, warmup_epochs=0.375),
+     [0.01, 0.67, *((1 + math.cos(math.pi * s / 2.5)) / 2 for s in (0.5, 1.5)), 0]),
     (StageConfig(epochs=1, warmup_epochs=0.5, schedule="constant"), [0.01, 0.505, 1, 1, 1]),
     (StageConfig(epochs=1, warmup_epochs=1), [0.01, 0.2575, 0.505, 0.7525, 1]),
 ])  # fmt: skip

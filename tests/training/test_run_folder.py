@@ -34,12 +34,10 @@ def refusal(config: RunConfig) -> str:
 @pytest.mark.parametrize(("files", "config", "path", "checkpoint"), [
     # The next number follows the highest; other names do not count.
     (["runs/x/", "runs/x-7/", "runs/x-y/", "runs/x-08/", "runs/xx-30/"], {"name": "x"}, "runs/x-8", None),
-    (
-        ["runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml"],
-        {"name": "x", "resume": "auto"},
-        "runs/x-10",
-        "runs/x-10/last.pt",
-    ),
+    (["runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml"],
+     {"name": "x", "resume": "auto"},
+     "runs/x-10",
+     "runs/x-10/last.pt"),
     (["runs/x/config.yaml"], {"name": "x", "resume": "auto"}, "runs/x-2", None),
     (["mine/last.pt"], {"run_dir": "mine", "resume": "auto"}, "mine", "mine/last.pt"),
     *(

@@ -108,27 +108,19 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
 
 @pytest.mark.parametrize(("arguments", "facts"), [
     (["imports=[no_such_rules]"], ("imports[0]: no module 'no_such_rules'", "'{folder}'")),
-    (
-        ["imports=[own_rules]", "quantization.weight.rule=falls_over"],
-        ("0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:14)",),
-    ),
+    (["imports=[own_rules]", "quantization.weight.rule=falls_over"],
+     ("0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:14)",)),
     (  # point 34: these three
         ["imports=[own_rules]", "quantization.weight.rule=of_two_shapes"],
         ("0.weight_quantizer: the rule 'of_two_shapes' failed (ValueError: OfTwoShapes.quantize: x is float32 (",),
     ),
-    (
-        ["imports=[own_rules]", "quantization.activation.rule=to_nan"],
-        ("input_quantizer: the rule 'to_nan' failed (NotFiniteError: the values hold NaN or infinity",),
-    ),
+    (["imports=[own_rules]", "quantization.activation.rule=to_nan"],
+     ("input_quantizer: the rule 'to_nan' failed (NotFiniteError: the values hold NaN or infinity",)),
     (["quantization.weight.rule=to_nan"], ("unknown quantizer 'to_nan'; ", "(in a config: imports)")),
-    (
-        ["imports=[own_rules]", "quantization.weight.rule=off_its_grid"],
-        ("'0.weight_quantizer': the rule 'off_its_grid' computes other values", "export.onnx=false"),
-    ),
-    (
-        ["imports=[own_rules]", "quantization.activation.rule=half_up"],
-        ("'input_quantizer': the rule 'half_up' has other integers than", "export.onnx=false"),
-    ),
+    (["imports=[own_rules]", "quantization.weight.rule=off_its_grid"],
+     ("'0.weight_quantizer': the rule 'off_its_grid' computes other values", "export.onnx=false")),
+    (["imports=[own_rules]", "quantization.activation.rule=half_up"],
+     ("'input_quantizer': the rule 'half_up' has other integers than", "export.onnx=false")),
 ])  # fmt: skip
 def test_mistakes_with_rules_are_one_sentence_before_any_training(
     folder: Path, capsys: Captured, arguments: list[str], facts: tuple[str, ...]
