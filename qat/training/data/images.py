@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qat.text import first_line
 from qat.training.data.transforms import Channels, Picture, Preprocessing, pixels_of
-from qat.training.errors import UserError, looked_in
+from qat.training.errors import UserError, looked_in, problems_of
 
 HALF: Channels = (0.5, 0.5, 0.5)
 
@@ -54,10 +54,8 @@ class ImageFiles:
 
     def picture(self, index: int) -> Image.Image:
         """Decode one image into 8-bit RGB, as torchvision's ImageFolder does."""
-        try:
+        with problems_of("data.root"):
             return read_picture(os.fsdecode(self.paths[index]))
-        except UserError as error:
-            raise UserError(f"data.root: {error}") from error
 
     def digest(self) -> str:
         """A short digest of the files' names, without folders, and of the labels; the files are not read."""

@@ -195,11 +195,9 @@ class Data:
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
     """Open the data set that `config` names and make its loaders; training images that fit move to a CUDA device."""
-    if config.batch_size % rank_count():
-        raise UserError(
-            f"data.batch_size: {config.batch_size} is of all ranks together, and {rank_count()} cannot share it evenly;"
-            f" use a multiple of {rank_count()}"
-        )
+    if config.batch_size % (count := rank_count()):
+        what = f"{config.batch_size} is of all ranks together, and {count} cannot share it evenly"
+        raise UserError(f"data.batch_size: {what}; use a multiple of {count}")
     dataset = datasets.build_dataset(config, seed)
     preprocessing = Preprocessing(
         image_size=config.image_size,
@@ -244,10 +242,9 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 def _limited(images: Images, limit: int | None, split: str) -> Images:
     # A random choice, the same for every seed, so that runs can be compared.
     count = len(images.labels)
-    if limit is None:
-        return images
-    if limit >= count:
+    if limit is not None and limit >= count:
         logger.warning("data.limit_%s: %d has no effect; there are %d images", split, limit, count)
+    if limit is None or limit >= count:
         return images
     chosen = torch.randperm(count, generator=seeded_generator(0, f"limit_{split}"))[:limit]
     return images.subset(chosen.sort().values)

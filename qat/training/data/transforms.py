@@ -210,8 +210,7 @@ class BatchTransform:
                 for stream, length in zip((TOP, LEFT), images.shape[2:], strict=True)
             )
         elif not self.augment.horizontal_flip:
-            y, x = (round((length - size) / 2) for length in images.shape[2:])
-            return images[:, :, y : y + size, x : x + size]
+            return torch.as_tensor(cropped(images, size))
         else:
             top, left = (torch.full_like(seeds, round((length - size) / 2)) for length in images.shape[2:])
         steps = torch.arange(size, device=images.device)

@@ -74,9 +74,8 @@ class RunLock:
         self.path, self._key = self.folder / LOCK, os.path.realpath(folder)
         with _guard:
             if self._key in _held or not self._is_locked():
-                raise FolderInUseError(
-                    f"{self.folder}: another run writes there; wait for its end, or choose another run_dir"
-                )
+                what = "another run writes there; wait for its end, or choose another run_dir"
+                raise FolderInUseError(f"{self.folder}: {what}")
             _held[self._key] = self
 
     def _is_locked(self) -> bool:  # False if another process has the file
