@@ -92,7 +92,6 @@ class Search:
             model = self.opened.calibrated(self.data, grids)
             losses[bits] = qat.layer_losses(model, batches)
             costs[bits] = {row.name: row for row in qat.cost(model, torch.zeros(1, *self.data.image_shape))}
-
         names = [
             name for name in losses[self.choices[0]]
             if all(
@@ -127,7 +126,7 @@ class Search:
         none does."""
         low = sum(costs[self.choices[0]] for costs in self.tables[1]["bytes"].values())
         best = self.within(budgets)
-        high = self.cost_of("bytes", best)
+        high = _total(self.tables[1]["bytes"], best)
         while self.below_float(best) <= drop and high - low > 0.01 * high:
             middle = (low + high) / 2
             try:
@@ -135,25 +134,17 @@ class Search:
             except ValueError:  # the other budgets need more bytes
                 found = None
             if found is not None and self.below_float(found) <= drop:
-                best, high = found, min(self.cost_of("bytes", found), middle)
+                best, high = found, min(_total(self.tables[1]["bytes"], found), middle)
             else:
                 low = middle
         return best
-
-    def loss_of(self, found: Bits) -> float:
-        return sum(self.tables[0][name][bits] for name, bits in found.items())
-
-    def cost_of(self, kind: str, found: Bits) -> float:
-        return sum(self.tables[1][kind][name][bits] for name, bits in found.items())
 
     def below_float(self, found: Bits) -> float:
         """Points of top-1 that the calibrated model is below float on the validation images."""
         key = tuple(found.items())
         if key not in self.drops:
             models = self.opened.float_model, self.opened.calibrated(self.data, self.quantization(found)).eval()
-            right = [
-                [in_torch(model, images).argmax(1) == labels for images, labels in self.data.val] for model in models
-            ]
+            right = [[in_torch(model, x).argmax(1) == labels for x, labels in self.data.val] for model in models]
             before, after = (100 * float(torch.cat(each).double().mean()) for each in right)
             self.drops[key] = before - after
         return self.drops[key]
@@ -174,16 +165,20 @@ class Search:
 
     def described(self, found: Bits) -> list[str]:
         """The layers with their bits and losses, and the whole beside all layers at one number of bits."""
-        losses, _ = self.tables
+        losses, kinds = self.tables
         rows = [[name, str(bits), f"{losses[name][bits]:.5f}"] for name, bits in found.items()]
         named = {str(bits): dict.fromkeys(found, bits) for bits in self.choices} | {"as found": found}
         wholes = [
-            [words, *(f"{self.cost_of(kind, each):,.6g}" for kind in self.tables[1]), f"{self.loss_of(each):.4f}"]
+            [words, *(f"{_total(costs, each):,.6g}" for costs in kinds.values()), f"{_total(losses, each):.4f}"]
             for words, each in named.items()
         ]
-        head = ["open layers", *self.tables[1], "sum of losses"]
+        head = ["open layers", *kinds, "sum of losses"]
         return [
             *table([["layer", "bits", "loss alone"], *rows], numbers=True), "",
             *table([head, *wholes], numbers=True), "",
             f"calibrated, before training: {self.below_float(found):.2f} points of top-1 below float",
         ]  # fmt: skip
+
+
+def _total(table: Table, found: Bits) -> float:
+    return sum(table[name][bits] for name, bits in found.items())
