@@ -4,7 +4,6 @@ import copy
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,73 +56,55 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
 
 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
+    from qat.training.config.file import load_config
     from qat.training.config.schema import RunConfig
     from qat.training.data.images import InputTransform
     from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
     from qat.training.loop.preparation import prepare_model
-    from qat.training.run.checkpoint import load_checkpoint, load_evaluated, preprocessing_of
+    from qat.training.model import build_model
+    from qat.training.run import checkpoint, folder
 
     if not path.exists():
         raise UserError(f"'{path}' does not exist{looked_in(path)}")
-    file = _chosen_in(path) if path.is_dir() else path
-    payload = load_checkpoint(file, "give a run folder, its best.pt or its last.pt")
+    file = path
     if path.is_dir():
-        _warn_if_unfinished(path, file, payload)
-    config = RunConfig.model_validate(payload["config"])
-    with torch.random.fork_rng(devices=[]):
-        model = _float_model(file, payload, config, float_model)
-        if payload["stage"] == "qat":
-            size = config.data.image_size
-            with problems_of(str(file)):  # rules and targets of the user's have to be registered
-                model = prepare_model(model, config, (3, size, size))
-    load_evaluated(file, payload, model)
-    with value_errors_reported(f"{file}: "):
-        transform = InputTransform(preprocessing_of(payload["about"]))
-    found = {"classes": payload["about"]["classes"], "transform": transform, "config": config}
-    for name, value in {**found, "accuracy": payload["evaluation"]["top1"]}.items():
-        if not hasattr(model, name):
-            setattr(model, name, value)
-    return model.eval()
-
-
-def _chosen_in(folder: Path) -> Path:
-    from qat.training.config.file import load_config
-    from qat.training.errors import UserError
-    from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT, RESOLVED_CONFIG
-
-    if not (folder / RESOLVED_CONFIG).is_file():
-        raise UserError(f"'{folder}' has no {RESOLVED_CONFIG}; give the folder of a run of train.py")
-    config = load_config(str(folder / RESOLVED_CONFIG))
-    best = config.export.weights == "best" or config.qat.epochs == 0
-    file = folder / (BEST_CHECKPOINT if best else LAST_CHECKPOINT)
-    if not file.is_file():
-        raise UserError(f"'{folder}' has no {file.name}, whose weights its model.onnx has; give another file")
-    return file
-
-
-def _warn_if_unfinished(folder: Path, file: Path, payload: dict[str, Any]) -> None:
-    from qat.training.run.folder import read_summary
-
-    if read_summary(folder) is None:
-        stage, epoch = payload["stage"], payload["epochs"]
+        if not (path / folder.RESOLVED_CONFIG).is_file():
+            raise UserError(f"'{path}' has no {folder.RESOLVED_CONFIG}; give the folder of a run of train.py")
+        resolved = load_config(str(path / folder.RESOLVED_CONFIG))
+        best = resolved.export.weights == "best" or resolved.qat.epochs == 0
+        file = path / (folder.BEST_CHECKPOINT if best else folder.LAST_CHECKPOINT)
+        if not file.is_file():
+            raise UserError(f"'{path}' has no {file.name}, whose weights its model.onnx has; give another file")
+    payload = checkpoint.load_checkpoint(file, "give a run folder, its best.pt or its last.pt")
+    stage, about = payload["stage"], payload["about"]
+    if path.is_dir() and folder.read_summary(path) is None:
         epochs = payload["config"]["float" if stage == "float" else "qat"]["epochs"]
-        model = "the quantized" if stage == "qat" else "a float"
+        model_of = "the quantized" if stage == "qat" else "a float"
         warnings.warn(
-            f"load: '{folder}': the run is not finished; {file.name} has {model} model after epoch {epoch} of {epochs},"
-            f" stage {stage}",
-            stacklevel=4,
+            f"load: '{path}': the run is not finished; {file.name} has {model_of} model after epoch"
+            f" {payload['epochs']} of {epochs}, stage {stage}",
+            stacklevel=3,
         )
-
-
-def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Module | None) -> nn.Module:
-    from qat.training.errors import UserError
-    from qat.training.model import build_model
-
-    if given is not None:
-        return copy.deepcopy(given)
-    if ":" in config.model.name:
+    config = RunConfig.model_validate(payload["config"])
+    if float_model is None and ":" in config.model.name:
         raise UserError(
             f"{file}: its model is your own, '{config.model.name}', and no code is imported because a file names it;"
             " pass the float model, qat.load(path, float_model=...)"
         )
-    return build_model(config.model, len(payload["about"]["classes"]), with_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        if float_model is None:
+            model = build_model(config.model, len(about["classes"]), with_weights=False)
+        else:
+            model = copy.deepcopy(float_model)
+        if stage == "qat":
+            size = config.data.image_size
+            with problems_of(str(file)):  # rules and targets of the user's have to be registered
+                model = prepare_model(model, config, (3, size, size))
+    checkpoint.load_evaluated(file, payload, model)
+    with value_errors_reported(f"{file}: "):
+        transform = InputTransform(checkpoint.preprocessing_of(about))
+    found = {"classes": about["classes"], "transform": transform, "config": config}
+    for name, value in {**found, "accuracy": payload["evaluation"]["top1"]}.items():
+        if not hasattr(model, name):
+            setattr(model, name, value)
+    return model.eval()

@@ -19,25 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, count, counts, open_run
+from qat.cli.runs import add_overrides, add_run, check_folder_of, count, counts, open_run
 from qat.cli.runtimes import RUNTIMES, Session, default_differs, open_file
 from qat.export.onnx.program import quiet_export
 from qat.text import first_line, table
 from qat.training.errors import UserError
-from qat.training.report.drawing import can_draw
+from qat.training.report.figures import can_draw
 from qat.training.run.folder import LATENCY, MODEL
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
-
-ROUND = 0.05
-"""Seconds that a model runs before the other one's turn, at least one call."""
-
-DEFAULT = "integers, default session"
-"""The row of a session without options, where that does not multiply exactly."""
+ROUND = 0.05  # seconds that a model runs before the other one's turn, at least one call
+DEFAULT = "integers, default session"  # the row of a session without options, where that does not multiply exactly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `benchmark`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--runtime", choices=tuple(RUNTIMES), help="default: onnxruntime, or litert for a .tflite")
@@ -51,68 +46,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure, turn by turn, and print the table."""
     opened = open_run(given.run_path, given.model)
-    given.runtime = given.runtime or (opened.runtime if opened.runtime in RUNTIMES else "onnxruntime")
-    _check_outputs(given)
-    batches = _batches(opened, given)
-    agreement = {DEFAULT: _agreement(opened, given)} if default_differs(given.runtime) else {}
+    runtime = given.runtime or (opened.runtime if opened.runtime in RUNTIMES else "onnxruntime")
+    if given.plot and not can_draw():
+        raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out")
+    for option, file in (("--json", given.json), ("--plot", given.plot)):
+        if file:
+            check_folder_of(option, Path(file).expanduser())
+    path, agreement = opened.file(runtime), dict[str, float | None]()
+    only = open_file(path, runtime).shape[0]
+    if only and given.batch not in (None, [only]):
+        raise UserError(f"--batch: {path} takes batches of {only} alone; leave --batch out")
+    batches = [only] if only else given.batch or [1, 16]
+    if default_differs(runtime):
+        agreement[DEFAULT] = None
+        if opened.path.is_dir():
+            images = next(iter(opened.data(given.overrides).val))[0]
+            exact, default = (opened.engine(runtime, exact=way)(images).argmax(1) for way in (True, False))
+            agreement[DEFAULT] = float((exact == default).double().mean())
     with tempfile.TemporaryDirectory(prefix="qat_benchmark_") as folder:
-        models = dict.fromkeys(("integers", *agreement), opened.file(given.runtime))
-        if opened.path.is_dir() and RUNTIMES[given.runtime].file == MODEL:
-            models["float"] = _float_file(opened, Path(folder) / "float.onnx")
+        models = dict.fromkeys(("integers", *agreement), path)
+        if opened.path.is_dir() and RUNTIMES[runtime].file == MODEL:
+            models["float"], size = Path(folder) / "float.onnx", opened.config.data.image_size
+            with quiet_export():
+                torch.onnx.export(
+                    opened.float_model, (torch.zeros(2, 3, size, size),), str(models["float"]), dynamo=True,
+                    verbose=False, dynamic_shapes=({0: torch.export.Dim.AUTO},), external_data=False,
+                )  # fmt: skip
         rows = []
         for threads in given.threads:
             sessions = {
-                name: open_file(path, given.runtime, exact=name != DEFAULT, threads=threads)
-                for name, path in models.items()
+                name: open_file(path, runtime, exact=name != DEFAULT, threads=threads) for name, path in models.items()
             }
             rows += [row for batch in batches for row in _measured(sessions, batch, threads, given.rounds)]
         sizes = {name: path.stat().st_size for name, path in models.items() if name != DEFAULT}
-    rows = [{**row, "agreement": agreement.get(row["model"])} for row in rows]
-    results = {
-        "rows": rows,
+    results: dict[str, Any] = {
+        "rows": [{**row, "agreement": agreement.get(row["model"])} for row in rows],
         "bytes": sizes,
-        "runtime": given.runtime,
-        given.runtime: version(RUNTIMES[given.runtime].package),
+        "runtime": runtime,
+        runtime: version(RUNTIMES[runtime].package),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
     }
-    print("\n".join(_shown(results, RUNTIMES[given.runtime].title)))
+    print("\n".join(_shown(results, RUNTIMES[runtime].title)))
     opened.keep(LATENCY, results)
     if given.json:
         Path(given.json).expanduser().write_text(json.dumps(results, indent=1) + "\n")
     if given.plot:
-        _draw(results, Path(given.plot).expanduser())
+        _draw(results["rows"], Path(given.plot).expanduser())
     return 0
-
-
-def _batches(opened: Run, given: argparse.Namespace) -> list[int]:
-    path = opened.file(given.runtime)
-    only = open_file(path, given.runtime).shape[0]
-    if not only:
-        return given.batch or [1, 16]
-    if given.batch not in (None, [only]):
-        raise UserError(f"--batch: {path} takes batches of {only} alone; leave --batch out")
-    return [only]
-
-
-def _agreement(opened: Run, given: argparse.Namespace) -> float | None:
-    if not opened.path.is_dir():
-        return None
-    images = next(iter(opened.data(given.overrides).val))[0]
-    exact, default = (opened.engine(given.runtime, exact=way)(images).argmax(1) for way in (True, False))
-    return float((exact == default).double().mean())
-
-
-def _float_file(opened: Run, path: Path) -> Path:
-    size = opened.config.data.image_size
-    with quiet_export():
-        torch.onnx.export(
-            opened.float_model, (torch.zeros(2, 3, size, size),), str(path), dynamo=True, verbose=False,
-            dynamic_shapes=({0: torch.export.Dim.AUTO},), external_data=False,
-        )  # fmt: skip
-    return path
 
 
 def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: int) -> list[dict[str, Any]]:
@@ -164,32 +146,21 @@ def _shown(results: dict[str, Any], runtime: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _check_outputs(given: argparse.Namespace) -> None:
-    if given.plot and not can_draw():
-        raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out")
-    for option, file in (("--json", given.json), ("--plot", given.plot)):
-        if file:
-            check_folder_of(option, Path(file).expanduser())
-
-
-def _draw(results: dict[str, Any], path: Path) -> None:
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    rows = results["rows"]
     threads, batches, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("threads", "batch", "model"))
     width = 0.8 / len(models)
     figure = Figure(figsize=(1.5 + 2.5 * len(threads), 3.2), layout="constrained")
     for axes, number in zip(figure.subplots(1, len(threads), squeeze=False)[0], threads, strict=True):
         for place, model in enumerate(models):
-            heights = [
-                row["milliseconds"] for batch in batches for row in rows
-                if (row["threads"], row["batch"], row["model"]) == (number, batch, model)
-            ]  # fmt: skip
+            found = {
+                row["batch"]: row["milliseconds"] for row in rows if row["threads"] == number and row["model"] == model
+            }
             left = [index + place * width for index in range(len(batches))]
-            bars = axes.bar(left, heights, width=0.95 * width, label=model)
+            bars = axes.bar(left, [found[batch] for batch in batches], width=0.95 * width, label=model)
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
-        middles = [index + 0.5 * width * (len(models) - 1) for index in range(len(batches))]
-        axes.set_xticks(middles, [str(each) for each in batches])
+        axes.set_xticks([index + 0.5 * width * (len(models) - 1) for index in range(len(batches))], map(str, batches))
         axes.set(title=f"{number} thread{'s' * (number > 1)}", xlabel="images a call", ylabel="ms", yscale="log")
         axes.legend(frameon=False, fontsize=8)
     try:

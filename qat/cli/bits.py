@@ -8,12 +8,11 @@ were found, from the run's float weights: `python train.py --config RUN/bits.yam
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 import qat
 from qat.analysis.cost import LayerCost
@@ -31,13 +30,11 @@ EXAMPLE = "python -m qat bits runs/resnet_int8 --choices 2,4,8 --size 4"
 FILE = "bits.yaml"
 
 Given = TypeVar("Given", QuantizationConfig, OverrideConfig)
-
-Bits = dict[str, int]
-"""Bits of weight, and of input if these are chosen too, of each layer that the config leaves open."""
+Table = dict[str, dict[int, float]]  # a number for each layer and each choice of bits
+Bits = dict[str, int]  # bits of weight, and of input if these are chosen too, of each layer that the config leaves open
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `bits`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--choices", type=counts, default=[2, 3, 4, 8], metavar="B,B", help="default: 2,3,4,8")
@@ -50,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Find the bits, measure what they give before training, and write the config."""
     if (given.size, given.bops, given.drop) == (None,) * 3:
         raise UserError("bits: no budget; give --size 4, --bops 4 or --drop 0.5")
     opened = open_run(given.run_path, given.model)
@@ -82,12 +78,12 @@ class Search:
     data: Data
     grids: QuantizationConfig
     choices: list[int]
-    tensors: tuple[str, ...]
-    """Whose bits are chosen: activations have no size, and keep theirs where only that counts."""
+    tensors: tuple[str, ...]  # whose bits are chosen: activations have no size, and keep theirs where only that counts
+    drops: dict[tuple[tuple[str, int], ...], float] = field(default_factory=dict, init=False)
 
     @cached_property
-    def tables(self) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, LayerCost]]]:
-        """The losses and the costs of each open layer, for each choice."""
+    def tables(self) -> tuple[Table, dict[str, Table]]:
+        """The losses of each open layer for each choice, and its bytes and bit operations."""
         losses, costs = dict[int, dict[str, float]](), dict[int, dict[str, LayerCost]]()
         batches = list(self.data.calibration(self.grids.calibration_batches))
         for bits in progress_bar(self.choices, "bits"):
@@ -96,31 +92,20 @@ class Search:
             model = self.opened.calibrated(self.data, grids)
             losses[bits] = qat.layer_losses(model, batches)
             costs[bits] = {row.name: row for row in qat.cost(model, torch.zeros(1, *self.data.image_shape))}
-
-        def is_open(name: str) -> bool:
-            return all(
+        names = [
+            name for name in losses[self.choices[0]]
+            if all(
                 name in rows and {getattr(rows[name], f"{tensor}_bits") for tensor in self.tensors} == {bits}
                 for bits, rows in costs.items()
             )
-
-        names = [name for name in losses[self.choices[0]] if is_open(name)]
+        ]  # fmt: skip
         if not names:
             raise UserError("bits: the config fixes the bits of every layer; leave overrides out, or change --choices")
-        return (
-            {name: {bits: losses[bits][name] for bits in self.choices} for name in names},
-            {name: {bits: costs[bits][name] for bits in self.choices} for name in names},
-        )
-
-    @cached_property
-    def kinds(self) -> dict[str, dict[str, dict[int, float]]]:
-        """Bytes and bit operations of each open layer, for each choice."""
-        _, costs = self.tables
-        return {
-            kind: {
-                name: {bits: float(getattr(row, field)) for bits, row in rows.items()} for name, rows in costs.items()
-            }
-            for kind, field in (("bytes", "weight_bytes"), ("bit operations", "bops"))
+        kinds = {
+            kind: {name: {bits: float(getattr(costs[bits][name], key)) for bits in self.choices} for name in names}
+            for kind, key in (("bytes", "weight_bytes"), ("bit operations", "bops"))
         }
+        return {name: {bits: losses[bits][name] for bits in self.choices} for name in names}, kinds
 
     def budgets(self, given: argparse.Namespace) -> dict[str, float]:
         """The most of each kind that the open layers may have."""
@@ -129,22 +114,19 @@ class Search:
             if asked is not None:
                 if asked > self.choices[-1]:
                     raise UserError(f"bits: a budget of {asked:g} bits is above all --choices; it is in bits a weight")
-                whole = sum(costs[least] for costs in self.kinds[kind].values())
+                whole = sum(costs[least] for costs in self.tables[1][kind].values())
                 found[kind] = whole * (asked / least) ** power
         return found
 
     def within(self, budgets: dict[str, float]) -> Bits:
-        """The bits with the least loss within budgets."""
-        return qat.allocate(self.tables[0], self.kinds, budgets)
+        return qat.allocate(self.tables[0], self.tables[1], budgets)
 
     def smallest(self, drop: float, budgets: dict[str, float]) -> Bits:
         """The bits of the least size, found by halving, that lose at most `drop` points of top-1; the best of all where
         none does."""
-        sizes = [
-            sum(costs[bits] for costs in self.kinds["bytes"].values()) for bits in (self.choices[0], self.choices[-1])
-        ]
-        low, best = sizes[0], self.within(budgets)
-        high = self.cost_of("bytes", best)
+        low = sum(costs[self.choices[0]] for costs in self.tables[1]["bytes"].values())
+        best = self.within(budgets)
+        high = _total(self.tables[1]["bytes"], best)
         while self.below_float(best) <= drop and high - low > 0.01 * high:
             middle = (low + high) / 2
             try:
@@ -152,33 +134,22 @@ class Search:
             except ValueError:  # the other budgets need more bytes
                 found = None
             if found is not None and self.below_float(found) <= drop:
-                best, high = found, min(self.cost_of("bytes", found), middle)
+                best, high = found, min(_total(self.tables[1]["bytes"], found), middle)
             else:
                 low = middle
         return best
 
-    def cost_of(self, kind: str, found: Bits) -> float:
-        """What the open layers cost with these bits."""
-        return sum(self.kinds[kind][name][bits] for name, bits in found.items())
-
     def below_float(self, found: Bits) -> float:
         """Points of top-1 that the calibrated model is below float on the validation images."""
         key = tuple(found.items())
-        if key not in self._drops:
-            model = self.opened.calibrated(self.data, self.quantization(found))
-            self._drops[key] = self._top1(self.opened.float_model) - self._top1(model)
-        return self._drops[key]
-
-    @cached_property
-    def _drops(self) -> dict[tuple[tuple[str, int], ...], float]:
-        return {}
-
-    def _top1(self, model: nn.Module) -> float:
-        right = [(in_torch(model.eval(), images).argmax(1) == labels).double() for images, labels in self.data.val]
-        return 100 * float(torch.cat(right).mean())
+        if key not in self.drops:
+            models = self.opened.float_model, self.opened.calibrated(self.data, self.quantization(found)).eval()
+            right = [[in_torch(model, x).argmax(1) == labels for x, labels in self.data.val] for model in models]
+            before, after = (100 * float(torch.cat(each).double().mean()) for each in right)
+            self.drops[key] = before - after
+        return self.drops[key]
 
     def quantization(self, found: Bits) -> QuantizationConfig:
-        """The run's grids with these bits."""
         own = self.grids.overrides
         chosen = {name: self._with_bits(own.get(name, OverrideConfig()), bits) for name, bits in found.items()}
         # They come last, since later keys win.
@@ -194,16 +165,20 @@ class Search:
 
     def described(self, found: Bits) -> list[str]:
         """The layers with their bits and losses, and the whole beside all layers at one number of bits."""
-        losses, _ = self.tables
+        losses, kinds = self.tables
         rows = [[name, str(bits), f"{losses[name][bits]:.5f}"] for name, bits in found.items()]
-        wholes = [[str(bits), *self._totals(dict.fromkeys(found, bits))] for bits in self.choices]
-        head = ["open layers", *self.kinds, "sum of losses"]
+        named = {str(bits): dict.fromkeys(found, bits) for bits in self.choices} | {"as found": found}
+        wholes = [
+            [words, *(f"{_total(costs, each):,.6g}" for costs in kinds.values()), f"{_total(losses, each):.4f}"]
+            for words, each in named.items()
+        ]
+        head = ["open layers", *kinds, "sum of losses"]
         return [
             *table([["layer", "bits", "loss alone"], *rows], numbers=True), "",
-            *table([head, *wholes, ["as found", *self._totals(found)]], numbers=True), "",
+            *table([head, *wholes], numbers=True), "",
             f"calibrated, before training: {self.below_float(found):.2f} points of top-1 below float",
         ]  # fmt: skip
 
-    def _totals(self, found: Bits) -> list[str]:
-        loss = sum(self.tables[0][name][bits] for name, bits in found.items())
-        return [*(f"{self.cost_of(kind, found):,.6g}" for kind in self.kinds), f"{loss:.4f}"]
+
+def _total(table: Table, found: Bits) -> float:
+    return sum(table[name][bits] for name, bits in found.items())

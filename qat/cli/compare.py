@@ -16,19 +16,15 @@ from qat.training.run.folder import read_summary
 from qat.training.run.report import ROWS
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
-
-PLACE = {"run_dir", "resume"}
-"""Keys that say where a run is, and not what it does."""
+PLACE = {"run_dir", "resume"}  # keys that say where a run is, and not what it does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py, two or more")
     parser.add_argument("--json", action="store_true", help="write the comparison as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print one table with a column for each run."""
     if len(given.runs) < 2:
         raise UserError("RUN: one run has nothing to be compared with; name two or more")
     opened = [open_run(path) for path in given.runs]
@@ -42,16 +38,15 @@ def run(given: argparse.Namespace) -> int:
         "results": _beside([_results(summary or {}) for summary in summaries]),
         "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},
     }
-    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
-    return 0
-
-
-def _lines(found: dict[str, Any]) -> list[str]:
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return 0
     rows = {**found["config"], **found["results"], **found["versions"]}
     cells = [[key, *("-" if each is None else str(each) for each in values)] for key, values in rows.items()]
     said = [] if found["config"] else ["", "the configs are equal"]
     said += [f"{path}: not finished; train.py finishes it with resume=auto" for path in found["unfinished"]]
-    return [*table([["", *found["runs"]], *cells], numbers=True), *said]
+    print("\n".join([*table([["", *found["runs"]], *cells], numbers=True), *said]))
+    return 0
 
 
 def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:

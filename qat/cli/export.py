@@ -42,7 +42,6 @@ ACCELERATORS = [f"ethos-{each}" for each in ("u55-32", "u55-64", "u55-128", "u55
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `export`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument(
@@ -111,8 +110,7 @@ def _export_onnx(given: argparse.Namespace, opened: Run, path: Path) -> int:
         return _prove_pixels(opened, path, data.val)
     proof = prove(path, model, data.val)
     print("\n".join([*proof.sentences(), *(f"warning: {each}" for each in proof.warnings())]))
-    problem = proof.problem()
-    if problem:
+    if problem := proof.problem():
         print(f"{path}: {problem}")
     return int(bool(problem))
 
@@ -126,7 +124,17 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
         qat.export_litert(model, path, example, integer_ends=ends, four_bits=bits, metadata=_metadata(opened))
     few = any(isinstance(each, QuantLayer) and each.weight_quantizer.span() < 16 for each in model.modules())
     print(f"{path}: {path.stat().st_size:,} bytes" + " (weights of few bits take 8: --four-bits)" * (few and not bits))
-    _for_firmware(given, path)
+    if given.c_array:
+        name = write_c_array(path.read_bytes(), path)
+        print(f"{path.with_suffix('.c')}, {path.with_suffix('.h')}: {name}[{path.stat().st_size}]")
+    if given.table:
+        write_multipliers(path.read_bytes(), Path(given.table).expanduser())
+        print(f"arena: {arena_bytes(path.read_bytes()):,} bytes in TensorFlow Lite Micro, with pointers of 64 bits")
+    if given.vela:
+        with value_errors_reported("--vela: "):
+            vela = vela_estimate(path, given.vela)
+        memory = f"{vela['SRAM']:,.1f} KiB of SRAM, {vela['flash']:,.1f} KiB of flash"
+        print(f"{given.vela}: {vela['cycles']:,.0f} cycles, {memory}, by vela's estimate")
     if data is None:
         print("not proven (--no-proof)")
         return 0
@@ -136,21 +144,6 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
         return 0
     print(f"{path}: it is NOT the trained model; do not deploy it")
     return 1
-
-
-def _for_firmware(given: argparse.Namespace, path: Path) -> None:
-    content = path.read_bytes()
-    if given.c_array:
-        name = write_c_array(content, path)
-        print(f"{path.with_suffix('.c')}, {path.with_suffix('.h')}: {name}[{len(content)}]")
-    if given.table:
-        write_multipliers(content, Path(given.table).expanduser())
-        print(f"arena: {arena_bytes(content):,} bytes in TensorFlow Lite Micro, with pointers of 64 bits")
-    if given.vela:
-        with value_errors_reported("--vela: "):
-            found = vela_estimate(path, given.vela)
-        memory = f"{found['SRAM']:,.1f} KiB of SRAM, {found['flash']:,.1f} KiB of flash"
-        print(f"{given.vela}: {found['cycles']:,.0f} cycles, {memory}, by vela's estimate")
 
 
 def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:

@@ -18,7 +18,6 @@ SEVERITIES, SHOWN = ("error", "warning", "note"), 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `lint`."""
     parser.add_argument("file", metavar="MODEL.onnx", help="an ONNX file, or a run folder of train.py")
     parser.add_argument("--for", required=True, dest="runtime", choices=PROFILES, help="the runtime that is to run it")
     parser.add_argument("--all", action="store_true", help=f"name all operators of a rule, not the first {SHOWN}")

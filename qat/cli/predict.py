@@ -16,7 +16,6 @@ EXAMPLE = "python -m qat predict runs/resnet_int8 photo.png --compare"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `predict`."""
     add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a picture file")
     parser.add_argument("--top", type=count, default=5, metavar="N", help="classes to show; default: 5")
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print a table for each picture."""
     opened = open_run(given.run_path, given.model)
     chosen = given.runtime or opened.runtime
     runtimes = [chosen, *(["float"] if given.compare else [])]
@@ -38,11 +36,13 @@ def run(given: argparse.Namespace) -> int:
         with problems_of("IMAGE"):
             picture = opened.transform(read_picture(file))
         shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
-        found.append((file, shares))
+        scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
+        best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
+        found.append({"file": file, "class": best, "scores": scores})
         if not given.json:
             print("\n".join([file, *(f"  {line}" for line in _table(shares, opened.classes, given.top)), ""]))
     if given.json:
-        print(json.dumps([_plain(file, shares, opened.classes) for file, shares in found], indent=1))
+        print(json.dumps(found, indent=1))
     return 0
 
 
@@ -52,9 +52,3 @@ def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]
     ordered = sorted(set(shown.tolist()), key=lambda index: -float(first[index]))
     rows = [[classes[index], *(f"{100 * share[index]:.1f} %" for share in shares.values())] for index in ordered]
     return table([["class", *shares], *rows], numbers=True)
-
-
-def _plain(file: str, shares: dict[str, Tensor], classes: list[str]) -> dict[str, object]:
-    scores = {runtime: dict(zip(classes, share.tolist(), strict=False)) for runtime, share in shares.items()}
-    best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
-    return {"file": file, "class": best, "scores": scores}

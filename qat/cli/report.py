@@ -1,6 +1,6 @@
 """`report.html` of a run, drawn anew from what lies in its folder, or one page with several runs side by side.
 
-A run writes its own at its end. What the verbs evaluate, sensitivity and benchmark have measured since is drawn too.
+A run writes its own at its end. What the verbs evaluate and sensitivity have measured since is drawn too.
 """
 
 import argparse
@@ -16,19 +16,17 @@ EXAMPLE = "python -m qat report runs/resnet_int8 runs/resnet_int8-2 --to both.ht
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `report`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py, finished or not")
     parser.add_argument("--to", metavar="FILE", help="the page to write; default: report.html in the run's folder")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Write the page, and say where it is."""
     folders = [open_run(path).folder for path in given.runs]
     if given.to is None and len(folders) > 1:
         raise UserError("--to: missing; name the page of several runs, such as --to both.html")
     path = folders[0] / REPORT if given.to is None else Path(given.to).expanduser()
     check_folder_of("--to", path)
-    for sentence in write_report(path, [ReportedRun.read(folder) for folder in folders], pictures=given.to is None):
+    for sentence in write_report(path, [ReportedRun(folder) for folder in folders], pictures=given.to is None):
         print(sentence)
     print(path)
     return 0

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,19 +52,6 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
 
 
-def several(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """For `type=`: one name or several with commas, each of the known ones."""
-
-    def read(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-        return list(dict.fromkeys(names))
-
-    return read
-
-
 def count(text: str) -> int:
     """For `type=`: a whole number above 0."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
@@ -90,8 +77,7 @@ def check_folder_of(option: str, path: Path) -> None:
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 
 
-Engine: TypeAlias = Callable[[Tensor], Tensor]
-"""From images (N, 3, H, W) float32 to scores (N, classes)."""
+Engine: TypeAlias = Callable[[Tensor], Tensor]  # from images (N, 3, H, W) float32 to scores (N, classes)
 
 
 @dataclass(frozen=True)
@@ -103,11 +89,9 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run folder; a UserError if RUN is a file."""
         if not self.path.is_dir():
-            raise UserError(
-                f"RUN: '{self.path}' is a file; this needs the folder of its run, with its data and weights"
-            )
+            needs = "this needs the folder of its run, with its data and weights"
+            raise UserError(f"RUN: '{self.path}' is a file; {needs}")
         return self.path
 
     def file(self, runtime: str) -> Path:
@@ -132,12 +116,10 @@ class Run:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The run's config."""
         return load_config(str(self.folder / RESOLVED_CONFIG))
 
     @cached_property
     def quantized(self) -> nn.Module:
-        """The trained model in torch, as `qat.load` gives it."""
         given = self._build() if ":" in self.config.model.name else None
         with warnings.catch_warnings(), value_errors_reported("RUN: "):
             warnings.simplefilter("ignore", UserWarning)
@@ -145,12 +127,10 @@ class Run:
 
     @cached_property
     def classes(self) -> list[str]:
-        """The names of the classes."""
         return list(self.about["classes"])
 
     @cached_property
     def transform(self) -> InputTransform:
-        """From a picture to the model's input."""
         with value_errors_reported(f"RUN: '{self.path}': "):
             return InputTransform(preprocessing_of(self.about))
 
@@ -161,10 +141,10 @@ class Run:
             about = notes_of(self.file(self.runtime))
         else:
             about = (read_summary(self.folder) or {}).get("about", {})
-        if "classes" not in about and (self.folder / LAST_CHECKPOINT).is_file():
-            raise UserError(f"RUN: '{self.path}': the run is not finished; train.py finishes it with resume=auto")
         if "classes" not in about:
-            raise UserError(f"RUN: '{self.path}' does not say its classes and preprocessing; is it of train.py?")
+            unfinished = ": the run is not finished; train.py finishes it with resume=auto"
+            other = " does not say its classes and preprocessing; is it of train.py?"
+            raise UserError(f"RUN: '{self.path}'{unfinished if (self.folder / LAST_CHECKPOINT).is_file() else other}")
         return about
 
     def engine(self, runtime: str, *, exact: bool = True) -> Engine:
@@ -187,9 +167,7 @@ class Run:
 
     @cached_property
     def float_model(self) -> nn.Module:
-        """The float model that QAT began with."""
-        file = self.folder / FLOAT_WEIGHTS  # of a folder alone
-        model = self._build()
+        file, model = self.folder / FLOAT_WEIGHTS, self._build()
         load_weights(model, str(file), self.config.model.name, "RUN")
         return model.eval()
 
@@ -214,9 +192,8 @@ class Run:
         config = load_config(str(self.folder / RESOLVED_CONFIG), overrides)
         data = load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
         if data.classes != self.classes:
-            raise UserError(
-                f"data: {len(data.classes)} classes, the model has {len(self.classes)}; set data.root to its own"
-            )
+            counts = f"{len(data.classes)} classes, the model has {len(self.classes)}"
+            raise UserError(f"data: {counts}; set data.root to its own")
         return data
 
     def _build(self) -> nn.Module:
@@ -228,8 +205,8 @@ class Run:
                 f"RUN: '{self.path}' is of a model of your own, {config.name!r}, and no code is imported because a file"
                 f" names it; add --model {config.name}"
             )
+        own = config.model_copy(update={"name": self.builder})
         with problems_of("--model"):
-            own = config.model_copy(update={"name": self.builder})
             return build_model(own, len(self.classes), with_weights=False)
 
 

@@ -28,15 +28,11 @@ from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat sensitivity runs/resnet_int8"
-
-BITS, MOST = 8, 5
-"""What a layer gets that stands out with fewer; so many layers at most."""
-
+BITS, MOST = 8, 5  # what a layer gets that stands out with fewer; so many layers at most
 Result = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `sensitivity`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument("--images", type=count, default=1024, metavar="N", help="drawn at random; default: 1,024")
@@ -44,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure, write the results, and print the table and what it suggests."""
     opened = open_run(given.run_path, given.model)
     there = (read_summary(opened.folder) or {}).get("val_images", math.inf)
     limit = [f"data.limit_val={given.images}"] if given.images < there else []
@@ -57,8 +52,14 @@ def run(given: argparse.Namespace) -> int:
     print("\n".join(_table(result)), flush=True)
     opened.keep(SENSITIVITY, result)
     page = opened.folder / REPORT
-    said = write_report(page, [ReportedRun.read(opened.folder)], pictures=True) or [f"figure: {page}#sensitivity"]
-    print("\n".join([*said, "", *_suggestions(suggested(result, model))]))
+    said = write_report(page, [ReportedRun(opened.folder)], pictures=True) or [f"figure: {page}#sensitivity"]
+    print(*said, sep="\n", end="\n\n")
+    if overrides := suggested(result, model):
+        print("what stands out, for the config of a new run, beside the overrides of this one:\n")
+        text = {"quantization": {"overrides": overrides}}
+        print(yaml.safe_dump(text, sort_keys=False, default_flow_style=None, width=120), end="")
+    else:
+        print("no layer stands out beyond the noise of these images: nothing to suggest")
     return 0
 
 
@@ -79,17 +80,14 @@ class _Evaluation:
         return {"top1": top1, "loss": float(loss.mean()), "noise_to_baseline": noise[0], "noise_to_float": noise[-1]}
 
 
-def _cell(result: Result, row: Result, side: str, part: str) -> str:
-    if part not in row[side]:
-        return ""
-    top1, loss, stands_out = change_of(result, row, side, part)
-    return f"{top1:+.2f} / {loss:+.4f}{'*' if stands_out else ' '}"
-
-
 def _table(result: Result) -> list[str]:
     columns = (("only", "weight"), ("only", "activation"), ("only", "both"), ("all_but", "both"))
     layers = sorted(result["layers"], key=lambda row: -row["only"]["both"]["loss"])
-    rows = [[row["name"], *(_cell(result, row, *column) for column in columns)] for row in layers]
+    rows = [[row["name"]] for row in layers]
+    for cells, row in zip(rows, layers, strict=True):
+        for side, part in columns:
+            top1, loss, beyond = change_of(result, row, side, part) if part in row[side] else (0, 0, False)
+            cells.append(f"{top1:+.2f} / {loss:+.4f}{'*' if beyond else ' '}" if part in row[side] else "")
     whole, plain = ("top1 {top1:.2f} %, loss {loss:.4f}".format(**result[key]) for key in ("baseline", "float"))
     return [
         *table([["layer", "only its weights", "only its activations", "both", "all but it"], *rows], numbers=True), "",
@@ -113,10 +111,3 @@ def suggested(result: Result, model: nn.Module) -> Result:
             more = {role: {"bits": BITS, **({} if each.uniform else {"rule": "lsq"})} for role, each in low.items()}
             found[row["name"]] = more or {"skip": True}
     return found
-
-
-def _suggestions(found: Result) -> list[str]:
-    if not found:
-        return ["no layer stands out beyond the noise of these images: nothing to suggest"]
-    text = yaml.safe_dump({"quantization": {"overrides": found}}, sort_keys=False, default_flow_style=None, width=120)
-    return ["what stands out, for the config of a new run, beside the overrides of this one:", "", *text.splitlines()]

@@ -22,7 +22,7 @@ from qat.export import (
 )
 from qat.export.onnxruntime.session import default_is_exact
 from qat.export.ties import allowed_of
-from qat.text import table
+from qat.text import plural, table
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import state_digest
 
@@ -31,7 +31,6 @@ COMPARED = [name for name in RUNTIMES if name != "openvino"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `verify`."""
     add_run(parser)
     add_overrides(parser)
     parser.add_argument(
@@ -53,9 +52,19 @@ def run(given: argparse.Namespace) -> int:
     path, default = opened.file(given.runtime), given.default_session
     found, layers, behind = compared(path, opened.quantized, batches, given.runtime, default_session=default)
     print("\n".join(sentences(found, layers, behind, given.runtime)))
-    differing = [layer for layer in layers if layer.differing]
-    if differing:
-        _say_where(opened, given, next(iter(batches))[0], differing)
+    if differing := [layer for layer in layers if layer.differing]:
+        beyond = [layer for layer in differing if _beyond(layer, given.runtime)]
+        first = (beyond or differing)[0]
+        cause = probable_cause(opened, first, next(iter(batches))[0], given.runtime, default_session=default)
+        print(
+            f"first layer {'beyond rounding' if beyond else 'that differs'}: {first.name}, {first.differing:,} of"
+            f" {first.elements:,} integers by at most {plural(first.largest, 'level')}\nprobable cause: {cause}"
+        )
+        if given.layers:
+            rows = [
+                [each.name, f"{each.differing:,}", f"{each.beyond_ties:,}", str(each.largest)] for each in differing
+            ]
+            print("\n".join(["", *table([["layer", "differ", "beyond ties", "levels"], *rows], numbers=True)]))
     failed = is_other(layers, behind, given.runtime)
     print("the file is NOT the trained model" if failed else "the file answers as the trained model")
     return int(failed)
@@ -101,20 +110,6 @@ def is_other(layers: list[LayerDifference], behind: Differences | None, runtime:
 
 def _beyond(layer: LayerDifference, runtime: str) -> bool:
     return layer.largest > 1 if RUNTIMES[runtime].engine else layer.beyond_ties > 0
-
-
-def _say_where(opened: Run, given: argparse.Namespace, images: Tensor, differing: list[LayerDifference]) -> None:
-    beyond = [layer for layer in differing if _beyond(layer, given.runtime)]
-    first = (beyond or differing)[0]
-    cause = probable_cause(opened, first, images, given.runtime, default_session=given.default_session)
-    levels = "level" if first.largest == 1 else "levels"
-    print(
-        f"first layer {'beyond rounding' if beyond else 'that differs'}: {first.name}, {first.differing:,} of"
-        f" {first.elements:,} integers by at most {first.largest} {levels}\nprobable cause: {cause}"
-    )
-    if given.layers:
-        rows = [[each.name, f"{each.differing:,}", f"{each.beyond_ties:,}", str(each.largest)] for each in differing]
-        print("\n".join(["", *table([["layer", "differ", "beyond ties", "levels"], *rows], numbers=True)]))
 
 
 def probable_cause(

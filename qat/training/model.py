@@ -8,7 +8,6 @@ import pickle
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,18 +28,14 @@ from qat.training.run.checkpoint import load_state, read_archive, read_safetenso
 from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
-
-TIMM = "timm/"
-"""How the names of timm's models begin."""
+TIMM = "timm/"  # how the names of timm's models begin
 
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU; without weights, none is read or downloaded."""
     if config.weights is not None and config.checkpoint is not None:
-        raise UserError(
-            f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}' exclude each other; "
-            "keep one of them"
-        )
+        both = f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}'"
+        raise UserError(f"{both} exclude each other; keep one of them")
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
@@ -67,7 +62,14 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
         raise UserError(f"model.name: '{config.name}' is not a classification model of torchvision{hint}")
     weights = None if config.weights is None else _weights(config.name, config.weights)
     if weights is not None and with_weights:
-        _fetch(f"{config.weights} of {config.name}", weights)
+        file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rsplit("/", 1)[1]
+        try:
+            weights.get_state_dict(progress=on_terminal(), check_hash=True)
+        except Exception as error:  # network, disk, hash and damaged file each raise their own errors
+            raise UserError(
+                f"model.weights: {config.weights} of {config.name} could not be loaded ({reason(error)}); put a whole"
+                f" {file.name} into '{file.parent}', or use model.checkpoint"
+            ) from error
     # torchvision loads weights only into a model with their number of classes; the classifier is replaced afterwards.
     built = classes if weights is None else len(weights.meta["categories"])
     try:
@@ -128,17 +130,6 @@ def _weights(name: str, wanted: str) -> Any:
     return known[key]
 
 
-def _fetch(name: str, weights: Any) -> None:
-    file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rsplit("/", 1)[1]
-    try:
-        weights.get_state_dict(progress=on_terminal(), check_hash=True)
-    except Exception as error:  # network, disk, hash and damaged file each raise their own errors
-        raise UserError(
-            f"model.weights: {name} could not be loaded ({reason(error)}); put a whole {file.name} into"
-            f" '{file.parent}', or use model.checkpoint"
-        ) from error
-
-
 def _replace_classifier(model: nn.Module, classes: int) -> str:
     layers: dict[str, Any] = {
         name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)
@@ -162,24 +153,20 @@ def _users_model(config: ModelConfig, classes: int) -> nn.Module:
         )
     with users_callable("model.name", config.name) as builder:
         arguments = dict(config.kwargs)
-        if _takes_num_classes(builder):
+        try:
+            inspect.signature(builder).bind_partial(num_classes=1)
+            takes = True
+        except (TypeError, ValueError):  # ValueError: some callables written in C have no signature
+            takes = False
+        if takes:
             arguments["num_classes"] = classes
         elif config.num_classes is not None:
             raise UserError(f"model.num_classes: {classes} has no effect; '{config.name}' takes no num_classes")
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"model.name: '{config.name}' returned {type(model).__name__}; it must return a torch.nn.Module"
-        )
+        what = type(model).__name__
+        raise UserError(f"model.name: '{config.name}' returned {what}; it must return a torch.nn.Module")
     return model.cpu()
-
-
-def _takes_num_classes(builder: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(builder).bind_partial(num_classes=1)
-    except (TypeError, ValueError):  # ValueError: some callables written in C have no signature
-        return False
-    return True
 
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
@@ -225,7 +212,7 @@ def _read(file: Path, where: str) -> State:
         raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
     if isinstance(content, dict):
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
-    if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
+    if not isinstance(content, dict) or not all(map(_is_plain, content.values())):
         raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
     if not content:
         raise UserError(f"{where} holds no weights")

@@ -55,20 +55,15 @@ T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others in a collective. One that ends is noticed at once, by its connection."""
 
-RUN_DIR, FAILED = "qat/run_dir", "qat/failed"
-"""Keys of what ranks leave in the store of torchrun's agent."""
-
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""The variable in which torchrun says how often it has started the ranks anew."""
+RUN_DIR, FAILED = "qat/run_dir", "qat/failed"  # keys of what ranks leave in the store of torchrun's agent
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the variable in which torchrun says how often it has started the ranks anew
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
 def ranks_here() -> int:
-    """How many ranks share this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else 1
 
 

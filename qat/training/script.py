@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from qat.collectives import rank, rank_count
+from qat.training import ranks
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig
@@ -23,47 +24,21 @@ from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
 from qat.training.loop.aids import Aids, check_distillation
 from qat.training.loop.forward import autocast, check_graphs
-from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
+from qat.training.loop.preparation import build_recipe, check_forward, prepare_model, rehearse
 from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
 from qat.training.model import build_model, load_float_weights
-from qat.training.ranks import (
-    first_rank_first,
-    from_first,
-    leave,
-    pick_device,
-    process_group,
-    remember_folder,
-    remembered_folder,
-    seed_everything,
-)
 from qat.training.report.page import finish
+from qat.training.run import folder as files
 from qat.training.run.checkpoint import about_model, check_same_data, load_checkpoint
 from qat.training.run.dry_run import dry_run
 from qat.training.run.exit_status import exit_status
-from qat.training.run.folder import (
-    ANALYSIS,
-    EVALUATION,
-    FLOAT_WEIGHTS,
-    LATENCY,
-    MODEL,
-    RESOLVED_CONFIG,
-    SUMMARY,
-    RunFolder,
-    check_same_config,
-    goes_on,
-    open_run_folder,
-    read_summary,
-    write_text,
-)
+from qat.training.run.folder import RunFolder, read_summary
 from qat.training.run.logging import CURVES, RunLog
 from qat.training.run.report import report_lines, write_summary
 from qat.training.run.stages import Stages
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
-
-OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")
-"""How `key.path=value` begins."""
-
+OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")  # how `key.path=value` begins
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 """Where a bare name of a config is looked for too: a link to the repository's configs/, whose files a wheel holds."""
 
@@ -78,17 +53,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The config, and changes of it."""
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show layers, cost and time, and train and write nothing"
-    )
+    dry = "show layers, cost and time, and train and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("named", nargs="?", metavar="CONFIG", help="a YAML file, or the name of a shipped one")
     parser.add_argument("--config", help="the same")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
 
 
 def run_parsed(parsed: argparse.Namespace) -> int:
-    """Run with parsed arguments; `run` says what is returned."""
     logging.getLogger("qat").setLevel(logging.INFO)
     words = [word for word in (parsed.named, *parsed.overrides) if word is not None]
     config = parsed.config or next((word for word in words if not OVERRIDE.match(word)), None)
@@ -101,78 +73,87 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 def run(config: RunConfig, dry: bool = False) -> int:
     """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
-    device = pick_device(config.device)
-    with process_group(device):
+    device = ranks.pick_device(config.device)
+    with ranks.process_group(device):
         if rank():
             logging.getLogger("qat").setLevel(logging.ERROR)  # rank 0 says the rest for all
-        folder = remembered_folder()
-        return _run(config.model_copy(update={"run_dir": folder, "resume": "auto"}) if folder else config, device, dry)
+        if folder := ranks.remembered_folder():
+            config = config.model_copy(update={"run_dir": folder, "resume": "auto"})
+        return _run(config, device, dry)
 
 
 def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     started = time.perf_counter()
     autocast(device, config.amp)  # refuses a precision that the device does not have
     check_graphs(device, config.cuda_graphs)
-    seed_everything(config.seed)
+    ranks.seed_everything(config.seed)
     import_extensions(config.imports)
     build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
-    anew = from_first(not goes_on(config))  # else the weights come from the run's folder, which rank 0 sees
-    with first_rank_first():
+    anew = ranks.from_first(not files.goes_on(config))  # else the weights come from the run's folder, which rank 0 sees
+    with ranks.first_rank_first():
         data = load_data(config.data, config.seed, device, config.channels_last)
         model = build_model(config.model, len(data.classes), with_weights=anew)
-    check_early(config, data, model, anew)
+    prepared = check_early(config, data, model, anew)
     if dry:
-        dry_run(config, data, device, model)
+        dry_run(config, data, device, model, prepared["qat"])
         return 0
-    with from_first(open_run_folder(config) if rank() == 0 else None) as folder:  # no other run can write there
-        remember_folder(str(folder.path))
+    opened = ranks.from_first(files.open_run_folder(config) if rank() == 0 else None)
+    with opened as folder:  # no other run can write there
+        ranks.remember_folder(str(folder.path))
         if folder.finished is None:
-            return run_stages(config, data, device, model, folder, started)
+            return run_stages(config, data, device, model, prepared, folder, started)
     if rank():
         return 0
-    print(
-        f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
-        " starts a new one"
-    )
+    ways = "a larger qat.epochs trains on, resume=never in another run_dir starts a new one"
+    print(f"{folder.path}: this run is finished; {ways}")
     return _verdict(folder.path, (read_summary(folder.path) or {})["problem"] or "")
 
 
-def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> None:
-    """Show what is wrong with the recipe, the stages before the last and the aids before hours of training."""
+def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
+    """Prepare the model for each stage on grids; show what is wrong with it or the aids before hours of training."""
     shape, classes = data.image_shape, len(data.classes)
     check_forward(model, config, shape, classes)
-    prepared = prepare_model(model, config, shape)
-    check_distillation(config, model, prepared, shape, classes, with_weights=anew)
-    Aids(prepared, config.qat)  # there is something to watch, and to quantize by degrees
+    prepared = {"qat": prepare_model(model, config, shape)}
+    rehearse(prepared["qat"], config.export.onnx)
+    check_distillation(config, model, prepared["qat"], shape, classes, with_weights=anew)
+    Aids(prepared["qat"], config.qat)  # there is something to watch, and to quantize by degrees
     for name, stage in progressive_stages(config.qat).items():
         with problems_of(key_of(name)):
-            prepare_model(model, on_grids_of(config, stage), shape)
+            prepared[name] = prepare_model(model, on_grids_of(config, stage), shape)
+            rehearse(prepared[name], exports=False)
+    return prepared
 
 
 def run_stages(
-    config: RunConfig, data: Data, device: torch.device, model: nn.Module, folder: RunFolder, started: float
+    config: RunConfig,
+    data: Data,
+    device: torch.device,
+    model: nn.Module,
+    prepared: dict[str, nn.Module],
+    folder: RunFolder,
+    started: float,
 ) -> int:
     """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
-    resumed = from_first(_read_checkpoint(folder, config) if rank() == 0 else None)
+    resumed = ranks.from_first(_read_checkpoint(folder, config) if rank() == 0 else None)
     results: dict[str, Any] = resumed["results"] if resumed else {}
     changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
     results["data"] = data.contents
     about = about_model(config, data.classes, data.preprocessing)
     before = read_summary(folder.path) or {}
     if rank() == 0:
-        for name in (SUMMARY, ANALYSIS, EVALUATION, LATENCY):  # a folder without the first is not finished
+        # A folder without the first is not finished.
+        for name in (files.SUMMARY, files.ANALYSIS, files.EVALUATION, files.LATENCY):
             (folder.path / name).unlink(missing_ok=True)
 
     with RunLog(folder.path) as log:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path / CURVES))}"
-        write_text(
-            folder.path / RESOLVED_CONFIG, dump_config(config)
-        )  # first: with it a start that ended here is repeated
+        # First: with it a start that ended here is repeated.
+        files.write_text(folder.path / files.RESOLVED_CONFIG, dump_config(config))
         log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
         if rank_count() > 1:
             size, share = config.data.batch_size, config.data.batch_size // rank_count()
             log.say(f"{rank_count()} ranks: a batch (data.batch_size) has {size} images, {share} on each rank")
-        stages = Stages(config, data, device, log, folder, before, resumed, results, about)
+        stages = Stages(config, data, device, prepared, log, folder, before, resumed, results, about)
 
         stages.warn(changes)
         stages.float_baseline(model)
@@ -184,13 +165,14 @@ def run_stages(
         stages.progressive(model, quantized)
         stages.qat(quantized)
         is_first = rank() == 0
-        leave()
+        ranks.leave()
         if not is_first:
             return 0
         problem = stages.export(quantized)
         stages.analyse(model, quantized)
 
-        summary = write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, problem)
+        seconds = time.perf_counter() - started
+        summary = write_summary(folder.path / files.SUMMARY, config, about, results, seconds, problem)
         warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
         log.say("\n".join(["", *report_lines(summary), "", *warnings]))
         finish(log, config, summary, stages.steps)
@@ -201,8 +183,8 @@ def run_stages(
 
 def _verdict(folder: Path, problem: str) -> int:
     if problem:
-        print(f"{folder / MODEL}: {problem}", file=sys.stderr)
-    return 1 if problem else 0
+        print(f"{folder / files.MODEL}: {problem}", file=sys.stderr)
+    return int(bool(problem))
 
 
 def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | None:
@@ -211,8 +193,8 @@ def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | N
     payload = load_checkpoint(folder.checkpoint)
     if payload["state"] is None:
         raise UserError(f"{folder.checkpoint}: holds weights only (a best.pt?); a run goes on from its own last.pt")
-    if payload["stage"] != "float" and not (folder.path / FLOAT_WEIGHTS).is_file():
-        raise UserError(f"{folder.path}: {FLOAT_WEIGHTS} is missing, the float weights that the run goes on with")
+    if payload["stage"] != "float" and not (folder.path / files.FLOAT_WEIGHTS).is_file():
+        raise UserError(f"{folder.path}: {files.FLOAT_WEIGHTS} is missing, the float weights that the run goes on with")
     ahead = ("quantization", "qat", "imports") if payload["stage"] == "float" else ()
-    check_same_config(folder.checkpoint, payload["config"], config, ahead)
+    files.check_same_config(folder.checkpoint, payload["config"], config, ahead)
     return payload

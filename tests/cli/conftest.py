@@ -8,12 +8,11 @@ import pytest
 
 from qat.cli.command import main
 from tests.runs.finished_runs import own_fixture, pets_fixture  # noqa: F401
+from tests.runs.tiny_training import Captured, Patch
 
 
 @pytest.fixture
-def verb(
-    pets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., tuple[int, str, str]]]:
+def verb(pets: Path, monkeypatch: Patch, capsys: Captured) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """Call a verb in the folder of runs/pets, or another: its status, standard output and standard error."""
 
     def call(*arguments: str, place: Path = pets) -> tuple[int, str, str]:

@@ -81,13 +81,10 @@ def test_overrides_count_and_a_layer_keeps_what_its_own_say(bits: Callable[..., 
     assert status == 0 and not re.search(r"^0 +\d", out, re.MULTILINE), err
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ([], "bits: no budget; give --size 4, --bops 4 or --drop 0.5"),
-        (["--size", "1"], "allocate: the cheapest choices take 134 bytes, and the budget is 67"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ([], "bits: no budget; give --size 4, --bops 4 or --drop 0.5"),
+    (["--size", "1"], "allocate: the cheapest choices take 134 bytes, and the budget is 67"),
+])  # fmt: skip
 def test_what_it_refuses(bits: Callable[..., Any], given: list[str], said: str) -> None:
     status, _, err = bits(*given)
     assert status == 2 and said in err, err

@@ -5,9 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from qat.training import script
+from tests.runs.tiny_training import Captured, Patch
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -41,7 +40,7 @@ def test_an_unfinished_run_is_named_and_versions_that_differ_are_shown(pets: Pat
 
 
 def test_a_dry_run_shows_cost_and_time_and_leaves_nothing(
-    pets: Path, verb: Verb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    pets: Path, verb: Verb, capsys: Captured, monkeypatch: Patch
 ) -> None:
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in pets.rglob("*")}

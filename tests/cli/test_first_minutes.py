@@ -15,16 +15,13 @@ SLOW = ("torchvision", "torch._dynamo", "torch._inductor", "sympy", "tensorboard
 """What no answer here needs; torchvision imports torch's compiler, which takes as long as torch."""
 
 
-@pytest.mark.parametrize(
-    ("program", "status"),
-    [
-        ("qat.training.script --help", 0),
-        ("qat.training.script nothing.yaml", 2),
-        ("qat.cli.command --help", 0),
-        ("qat.cli.command evaluate runs/pet", 2),
-        ("qat.cli.command predict {pets}/runs/pets/model.onnx {pets}/images/val/cat/0.png", 0),
-    ],
-)
+@pytest.mark.parametrize(("program", "status"), [
+    ("qat.training.script --help", 0),
+    ("qat.training.script nothing.yaml", 2),
+    ("qat.cli.command --help", 0),
+    ("qat.cli.command evaluate runs/pet", 2),
+    ("qat.cli.command predict {pets}/runs/pets/model.onnx {pets}/images/val/cat/0.png", 0),
+])  # fmt: skip
 def test_it_answers_without_what_is_slow_to_import(pets: Path, program: str, status: int) -> None:
     module, *words = program.format(pets=pets).split()
     code = (
@@ -35,15 +32,12 @@ def test_it_answers_without_what_is_slow_to_import(pets: Path, program: str, sta
     assert found.stdout.splitlines()[-1] == f"end {status} []", found.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["tiny.yaml", "qat.epochs=2", "seed=1"],
-        ["--config", "tiny.yaml", "qat.epochs=2", "seed=1"],
-        ["qat.epochs=2", "tiny.yaml", "seed=1"],
-        ["qat.epochs=2", "--config", "tiny.yaml", "seed=1"],
-    ],
-)
+@pytest.mark.parametrize("words", [
+    ["tiny.yaml", "qat.epochs=2", "seed=1"],
+    ["--config", "tiny.yaml", "qat.epochs=2", "seed=1"],
+    ["qat.epochs=2", "tiny.yaml", "seed=1"],
+    ["qat.epochs=2", "--config", "tiny.yaml", "seed=1"],
+])  # fmt: skip
 @pytest.mark.parametrize("program", ["train.py", "qat train"])
 def test_a_config_needs_no_option(words: list[str], program: str, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
     read: list[object] = []

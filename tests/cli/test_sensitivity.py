@@ -14,7 +14,8 @@ from torch import nn
 import qat
 from qat.cli.sensitivity import suggested
 from qat.training.config.schema import RunConfig
-from qat.training.report.figures import sensitivity_figure
+from qat.training.report import figures
+from qat.training.report.run import ReportedRun
 from tests.runs.finished_runs import OWN, TINY_MODEL, in_place
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -120,11 +121,11 @@ def test_a_product_in_a_layer_has_no_key_and_gets_no_suggestion() -> None:
     assert found == {"fc": {"weight": {"bits": 8}}}
 
 
-def test_the_figure_has_a_bar_for_each_part_of_each_layer() -> None:
+def test_the_figure_has_a_bar_for_each_part_of_each_layer(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model = qat.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), example_inputs=torch.randn(2, 4))
-    figure = sensitivity_figure(result_of(model, {"1": 0.5}))
-    [axes] = figure.axes
+    (tmp_path / "sensitivity.json").write_text(json.dumps(result_of(model, {"1": 0.5})))
+    [axes] = figures.sensitivity(ReportedRun(tmp_path)).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"]
     assert [round(bar.get_width(), 6) for bars in axes.containers for bar in bars] == [0, 0.5, 0, 0]
 

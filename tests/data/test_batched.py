@@ -15,7 +15,7 @@ from qat.training.data import loaders
 from qat.training.data.images import ImageArray
 from qat.training.data.loaders import BatchedImages, TransformedImages, View, load_data, training_view
 from qat.training.data.transforms import BatchTransform, Cutout, Preprocessing, uniform
-from tests.runs.tiny_training import CPU
+from tests.runs.tiny_training import CPU, Logged, Patch
 
 PLAIN = Preprocessing(6, 8, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 AS_STORED = Preprocessing(8, 8, (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
@@ -106,15 +106,12 @@ def test_an_image_depends_on_its_own_seed_alone() -> None:
     assert not torch.equal(whole, transformed(images, first=1000, **every))
 
 
-@pytest.mark.parametrize(
-    ("augment", "batched"),
-    [
-        ({}, True),
-        ({"crop_padding": 4, "cutout": 4}, True),
-        ({"affine": True}, False),
-        ({"trivial_augment": True}, False),
-    ],
-)
+@pytest.mark.parametrize(("augment", "batched"), [
+    ({}, True),
+    ({"crop_padding": 4, "cutout": 4}, True),
+    ({"affine": True}, False),
+    ({"trivial_augment": True}, False),
+])  # fmt: skip
 def test_which_sets_are_transformed_in_batches(augment: dict[str, Any], batched: bool, monkeypatch: Any) -> None:
     made = []
     monkeypatch.setattr(loaders, "Loader", lambda view, *args, **kwargs: made.append(type(view)))
@@ -140,25 +137,23 @@ def on_cuda(augment: dict[str, Any], **data: Any) -> View:
 
 
 @pytest.mark.parametrize("augment", AUGMENTATIONS)
-def test_on_cuda_every_operation_of_a_batch_is_on_the_device(
-    augment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_cuda_every_operation_of_a_batch_is_on_the_device(augment: dict[str, Any], monkeypatch: Patch) -> None:
     """Tensors without contents check devices as CUDA does, so this needs no GPU."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
     with FakeTensorMode(allow_non_fake_inputs=True):
         view = on_cuda(augment)
-        assert isinstance(view, BatchedImages) and not view.on_host
+        assert isinstance(view, BatchedImages) and view.images.labels.device.type == "cuda"
         images, labels = view.__getitems__([(5, 11), (2, 13)])
     assert (images.device.type, tuple(images.shape), images.dtype) == ("cuda", (2, 3, 8, 8), torch.float32)
     assert (labels.device.type, tuple(labels.shape)) == ("cuda", (2,))
 
 
 def test_training_images_stay_in_host_memory_where_loader_processes_or_the_free_memory_ask_for_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: Patch, caplog: Logged
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * SET.images.nbytes - 1, 2**31))
     for view in (on_cuda({}), on_cuda({}, workers=2), on_cuda({"affine": True})):
-        assert isinstance(view, TransformedImages) or view.on_host
+        assert isinstance(view, TransformedImages) or view.images.labels.device.type == "cpu"
     assert len(caplog.messages) == 1 and "stay in host memory" in caplog.messages[0]
 
 

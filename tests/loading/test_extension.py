@@ -15,7 +15,7 @@ import qat
 from qat.training.run import stages
 from tests.loading.test_loading import loss_of, summary
 from tests.runs.finished_runs import in_place
-from tests.runs.tiny_training import curves
+from tests.runs.tiny_training import Captured, Patch, curves
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_the_rate_goes_to_the_longer_schedule(place: Path, tiny: Callable[..., n
 
 
 def test_an_interrupted_extension_is_not_finished_and_goes_on(
-    place: Path, tiny: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+    place: Path, tiny: Callable[..., nn.Module], monkeypatch: Patch
 ) -> None:
     shutil.copytree(place, place.parent / "whole")
     run = place / "runs" / "own"
@@ -68,9 +68,7 @@ def test_an_interrupted_extension_is_not_finished_and_goes_on(
     assert summary(run)["qat"] == summary(place.parent / "whole" / "runs" / "own")["qat"]
 
 
-def test_a_failing_export_leaves_the_old_file_and_an_unfinished_run(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_export_leaves_the_old_file_and_an_unfinished_run(place: Path, monkeypatch: Patch) -> None:
     run = place / "runs" / "own"
     make_the_first_epoch_best(run)
     before = (run / "model.onnx").read_bytes()
@@ -87,7 +85,7 @@ def test_a_failing_export_leaves_the_old_file_and_an_unfinished_run(
     assert summary(run)["qat"]["weights"] == "best" and (run / "model.onnx").read_bytes() != before
 
 
-def test_an_old_model_beside_new_weights_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_model_beside_new_weights_is_named(place: Path, capsys: Captured) -> None:
     run = place / "runs" / "own"
     before = (run / "model.onnx").read_bytes()
     assert go_on(place, "qat.epochs=3", "export.onnx=false") == 0
@@ -99,7 +97,7 @@ def test_an_old_model_beside_new_weights_is_named(place: Path, capsys: pytest.Ca
 
 
 def test_another_place_of_the_data_and_another_way_to_compute_change_nothing(
-    pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pets: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     shutil.copytree(pets, tmp_path / "x", ignore=shutil.ignore_patterns("best.pt"))
     (tmp_path / "x" / "images").rename(tmp_path / "x" / "moved")
@@ -138,7 +136,7 @@ def make_the_first_epoch_best(run: Path) -> float:
 
 
 def test_the_best_epoch_is_exported_and_reported_on_demand(
-    place: Path, tiny: Callable[..., nn.Module], capsys: pytest.CaptureFixture[str]
+    place: Path, tiny: Callable[..., nn.Module], capsys: Captured
 ) -> None:
     run = place / "runs" / "own"
     last, bias = summary(run)["qat"], make_the_first_epoch_best(run)

@@ -1,6 +1,5 @@
 """DistributedDataParallel: many ranks, each with its share of every batch, train the model of one process."""
 
-import resource
 import warnings
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qat
-from tests.ranks.parallel_training import BATCH, MODELS, batch, calibrate, exported, optimizer_of, prepared, train
+from tests.ranks.parallel_training import MODELS, batch, calibrate, exported, optimizer_of, prepared, train
 from tests.runs.tiny_training import on_ranks
 
 STEPS = 20
@@ -96,24 +95,3 @@ def test_the_fused_path_stays_on(ranks: list[dict[Any, Any]]) -> None:
     for found in ranks:
         assert "trains on codes" in found["explained"], found["explained"]
         assert {"CodesProductFunctionBackward", "QuantizeChainFunctionBackward"} <= found["operations"]
-
-
-def remembering(rank: int) -> dict[str, Any]:
-    """The peak of memory after 200 and after 1,000 steps, in KiB."""
-    name = "cnn"
-    model = prepared(name, torch.float32, rank)
-    calibrate(model, name, torch.float32, rank, 2)
-    parallel, optimizer = DistributedDataParallel(model), optimizer_of(model, torch.optim.SGD)
-    peaks = []
-    for steps in (range(200), range(200, 1000)):
-        for _ in train(parallel, optimizer, name, steps, rank, 2):
-            pass
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    return {"peaks": peaks}
-
-
-@pytest.mark.slow
-def test_a_thousand_steps_need_the_memory_of_the_first(tmp_path: Path) -> None:
-    for found in on_ranks(remembering, tmp_path):
-        first, last = found["peaks"]
-        assert last - first < 2_000, f"{last - first} KiB in 800 steps of {BATCH} images"

@@ -16,15 +16,13 @@ from qat.training.data import loaders
 from qat.training.data.loaders import RankBatches, load_data
 from qat.training.loop.evaluation import evaluate
 from qat.training.ranks import seed_everything
-from tests.runs.tiny_training import CPU, curves, on_ranks, stage_run, train
+from tests.runs.tiny_training import CPU, Patch, curves, on_ranks, stage_run, train
 
 
 @pytest.mark.parametrize("images", [7, 8, 12, 13, 30])
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_shares_of_a_batch_make_it_up(
-    images: int, count: int, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shares_of_a_batch_make_it_up(images: int, count: int, whole: bool, monkeypatch: Patch) -> None:
     def shares(first: int, alone: bool = False) -> list[list[list[int]]]:
         found = []
         for number in range(count):
@@ -82,7 +80,7 @@ def on_a_rank(rank: int) -> dict[str, Any]:
     return {**trained(Path("ranks")), "apart": trained(Path("apart"), together=False)}
 
 
-def test_two_ranks_train_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_train_as_one_process(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     one, ranks = trained(tmp_path / "one"), on_ranks(on_a_rank, tmp_path)
     for mine in ranks:

@@ -23,17 +23,18 @@ from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.engine import train_stage
 from qat.training.loop.stage import StageRun
-from qat.training.report.run import read_curves
+from qat.training.report.run import ReportedRun
 from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
 from qat.training.run.logging import RunLog
 
 CPU = torch.device("cpu")
 
+Patch, Captured, Logged = pytest.MonkeyPatch, pytest.CaptureFixture[str], pytest.LogCaptureFixture
+
 # TensorBoard reads files in the order of their names, which end with this count: .10 would come before .9.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
-MOST_SECONDS = 200
-"""After which `on_ranks` ends its processes."""
+MOST_SECONDS = 200  # after which `on_ranks` ends its processes
 
 Outputs = namedtuple("Outputs", ["aux", "logits"])
 
@@ -47,7 +48,7 @@ def user_error(call: Callable[..., object], *arguments: Any, **named: Any) -> st
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """The points (step, value) that TensorBoard reads in a run folder, by `stage/split/tag`."""
-    return {f"{run}/{tag}": points for (run, tag), points in read_curves(folder).items()}
+    return {f"{run}/{tag}": points for (run, tag), points in ReportedRun(folder).curves.items()}
 
 
 class TinyBatches:

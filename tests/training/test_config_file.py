@@ -56,15 +56,12 @@ def test_the_current_folder_comes_before_the_config_folder(folder: Path) -> None
     assert [load_config(name, config_folder=shipped).seed for name in ("a", "a.yaml", "b", "shipped/a")] == [3, 3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("path", "facts"),
-    [
-        ("resnet_int9", ("{here} and {here}/shipped", "did you mean 'resnet_int8.yaml'?")),
-        ("zz.yaml", ("there are: mine.yaml, resnet_int8.yaml",)),
-        ("sub/zz.yaml", ("not found in {here}/sub; there are: resnet_int8.yaml",)),
-        ("shipped/resnet", ("did you mean 'shipped/resnet_int8.yaml'?",)),
-    ],
-)
+@pytest.mark.parametrize(("path", "facts"), [
+    ("resnet_int9", ("{here} and {here}/shipped", "did you mean 'resnet_int8.yaml'?")),
+    ("zz.yaml", ("there are: mine.yaml, resnet_int8.yaml",)),
+    ("sub/zz.yaml", ("not found in {here}/sub; there are: resnet_int8.yaml",)),
+    ("shipped/resnet", ("did you mean 'shipped/resnet_int8.yaml'?",)),
+])  # fmt: skip
 def test_no_such_file(folder: Path, path: str, facts: tuple[str, ...]) -> None:
     (folder / "shipped").mkdir()
     (folder / "shipped" / "resnet_int8.yaml").write_text("")

@@ -8,20 +8,17 @@ from qat.training.ranks import pick_device
 from tests.runs.tiny_training import CPU, user_error
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "expected"),
-    [
-        ("auto", 0, "cpu"),
-        ("auto", 2, "cuda:0"),
-        ("cpu", 2, "cpu"),
-        ("cuda", 2, "cuda:0"),
-        ("cuda:1", 2, "cuda:1"),
-        ("cuda", 0, "device: 'cuda' needs a CUDA device and torch sees none; choose auto or cpu"),
-        ("cuda:2", 2, "device: 'cuda:2' is not there; torch sees 2: cuda:0 to cuda:1"),
-        ("gpu", 2, "device: 'gpu' is not a device; choose auto, cpu, cuda or cuda:<number>"),
-        ("cuda:-1", 0, "device: 'cuda:-1' is not a device; choose auto, cpu, cuda or cuda:<number>"),
-    ],
-)
+@pytest.mark.parametrize(("name", "count", "expected"), [
+    ("auto", 0, "cpu"),
+    ("auto", 2, "cuda:0"),
+    ("cpu", 2, "cpu"),
+    ("cuda", 2, "cuda:0"),
+    ("cuda:1", 2, "cuda:1"),
+    ("cuda", 0, "device: 'cuda' needs a CUDA device and torch sees none; choose auto or cpu"),
+    ("cuda:2", 2, "device: 'cuda:2' is not there; torch sees 2: cuda:0 to cuda:1"),
+    ("gpu", 2, "device: 'gpu' is not a device; choose auto, cpu, cuda or cuda:<number>"),
+    ("cuda:-1", 0, "device: 'cuda:-1' is not a device; choose auto, cpu, cuda or cuda:<number>"),
+])  # fmt: skip
 def test_device_names(name: str, count: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)

@@ -100,18 +100,15 @@ def test_a_compiled_run_learns_like_a_plain_one(accumulate: int, tmp_path: Path)
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3) and len(set(losses["plain"])) > 1
 
 
-@pytest.mark.parametrize(
-    ("config", "wanted", "refused"),
-    [
-        ({}, True, None),
-        ({"cuda_graphs": True}, True, None),
-        ({"cuda_graphs": False}, False, None),
-        ({"compile": True}, False, None),
-        ({"qat": {"gradual": {"weight_share": 0.5}}}, True, "gradual switches layers between steps"),
-        ({"qat": {"distillation": {"features": {"fc": 1}}}}, True, "distillation.features reads tensors"),
-        ({"qat": {"accumulate": 2}}, True, "accumulate adds to gradients"),
-    ],
-)
+@pytest.mark.parametrize(("config", "wanted", "refused"), [
+    ({}, True, None),
+    ({"cuda_graphs": True}, True, None),
+    ({"cuda_graphs": False}, False, None),
+    ({"compile": True}, False, None),
+    ({"qat": {"gradual": {"weight_share": 0.5}}}, True, "gradual switches layers between steps"),
+    ({"qat": {"distillation": {"features": {"fc": 1}}}}, True, "distillation.features reads tensors"),
+    ({"qat": {"accumulate": 2}}, True, "accumulate adds to gradients"),
+])  # fmt: skip
 def test_steps_are_graphs_on_cuda(config: dict[str, Any], wanted: bool, refused: str | None, tmp_path: Path) -> None:
     run = stage_run(tmp_path, tiny_model(), QATStageConfig(**config.get("qat", {})), config=config)
     assert not run.wants_graphs
@@ -175,13 +172,10 @@ class Poisoned(TinyBatches):
             yield (images * math.nan if bad else images), labels
 
 
-@pytest.mark.parametrize(
-    ("stage", "config", "advice"),
-    [
-        (QATStageConfig(epochs=3), {}, "a lower qat.lr (now 0.01) or qat.clip_grad_norm=1"),
-        (StageConfig(epochs=3, clip_grad_norm=1), {"amp": "bf16"}, "a lower qat.lr (now 0.1) or amp=none"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "config", "advice"), [
+    (QATStageConfig(epochs=3), {}, "a lower qat.lr (now 0.01) or qat.clip_grad_norm=1"),
+    (StageConfig(epochs=3, clip_grad_norm=1), {"amp": "bf16"}, "a lower qat.lr (now 0.1) or amp=none"),
+])  # fmt: skip
 def test_a_loss_that_is_not_finite_stops_the_run(
     stage: StageConfig, config: dict[str, Any], advice: str, tmp_path: Path
 ) -> None:

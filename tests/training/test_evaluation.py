@@ -18,16 +18,13 @@ from qat.training.loop.evaluation import EPOCH_OFFSET, Evaluation, evaluate, set
 from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda y: y,
-        lambda y: Outputs(None, y),
-        lambda y: [y, -y],
-        lambda y: {"aux": -y, "logits": y},
-        lambda y: {"out": y, "aux": -y},
-    ],
-)
+@pytest.mark.parametrize("wrap", [
+    lambda y: y,
+    lambda y: Outputs(None, y),
+    lambda y: [y, -y],
+    lambda y: {"aux": -y, "logits": y},
+    lambda y: {"out": y, "aux": -y},
+])  # fmt: skip
 def test_evaluation_is_the_mean_over_images(wrap: Any) -> None:
     torch.manual_seed(0)
     model, batches = Returns(wrap), TinyBatches(7)
@@ -61,17 +58,14 @@ def test_without_logits_or_images_there_is_a_sentence() -> None:
     assert user_error(evaluate, tiny_model(), [], CPU) == "data: the split to evaluate on has no images"
 
 
-@pytest.mark.parametrize(
-    ("top1", "most_common", "count", "warned"),
-    [
-        (10.0, 10.0, 360, True),
-        (12.5, 10.0, 360, True),  # chance plus less than two deviations (1.58 each)
-        (13.5, 10.0, 360, False),
-        (99.0, 99.0, 1000, True),  # one class nearly always
-        (100.0, 60.0, 5, False),
-        (100.0, 100.0, 50, True),  # all images are of one class
-    ],
-)
+@pytest.mark.parametrize(("top1", "most_common", "count", "warned"), [
+    (10.0, 10.0, 360, True),
+    (12.5, 10.0, 360, True),  # chance plus less than two deviations (1.58 each)
+    (13.5, 10.0, 360, False),
+    (99.0, 99.0, 1000, True),  # one class nearly always
+    (100.0, 60.0, 5, False),
+    (100.0, 100.0, 50, True),  # all images are of one class
+])  # fmt: skip
 def test_chance_level_is_the_accuracy_of_a_constant_prediction(
     top1: float, most_common: float, count: int, warned: bool
 ) -> None:
@@ -154,7 +148,7 @@ def test_new_statistics_have_to_be_clearly_better(
 ) -> None:
     """By 0.01, and by a twentieth of the loss: both."""
     losses = iter((before, after))
-    monkeypatch.setattr(evaluation, "_loss", lambda run, batches: next(losses))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: evaluation.Evaluation(0, next(losses), 1, 0))
     run = settling(tmp_path)
     assert bool(settle_statistics(run, 1)) is kept
 

@@ -23,19 +23,16 @@ def raises(error: BaseException | None) -> Callable[[], int]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "beginning"),
-    [
-        (UserError("one", "two"), 2, "one\ntwo"),
-        (KeyboardInterrupt(), 130, f"interrupted; {RESUME}"),
-        (OSError(28, "No space left on device", "/x/y"), 2, "/x/y: cannot be read or written (No space left on"),
-        (OSError(5, "Input/output error"), 2, "cannot be read or written (Input/output error)"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried 20 MiB"), 2, "out of memory (CUDA out of memory. Tried 20"),
-        (MemoryError(), 2, "out of memory (MemoryError); try a smaller data.batch_size"),
-        (None, 2, "out of memory ("),  # what torch's own allocator says
-        (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "), 2, "out of memory (DataLoader wor"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "beginning"), [
+    (UserError("one", "two"), 2, "one\ntwo"),
+    (KeyboardInterrupt(), 130, f"interrupted; {RESUME}"),
+    (OSError(28, "No space left on device", "/x/y"), 2, "/x/y: cannot be read or written (No space left on"),
+    (OSError(5, "Input/output error"), 2, "cannot be read or written (Input/output error)"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried 20 MiB"), 2, "out of memory (CUDA out of memory. Tried 20"),
+    (MemoryError(), 2, "out of memory (MemoryError); try a smaller data.batch_size"),
+    (None, 2, "out of memory ("),  # what torch's own allocator says
+    (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "), 2, "out of memory (DataLoader wor"),
+])  # fmt: skip
 def test_each_error_has_a_sentence_and_a_status(
     capsys: pytest.CaptureFixture[str], error: BaseException | None, status: int, beginning: str
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qat.training.config.stages import QATStageConfig
 from qat.training.loop.forward import EvaluationGraph, TrainingGraphs, as_tried
 from qat.training.loop.stage import StageRun
-from tests.runs.tiny_training import curves, tiny_model
+from tests.runs.tiny_training import Logged, Patch, curves, tiny_model
 from tests.training.test_engine import stage_run, train
 
 
@@ -46,7 +46,7 @@ def losses_of(folder: Path, compiled: bool) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("reason", COMPILERS)
 def test_a_compiled_model_with_other_results_is_not_used(
-    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    reason: str, tmp_path: Path, monkeypatch: Patch, caplog: Logged
 ) -> None:
     """The trial step does not change a bit of the run."""
     expected = losses_of(tmp_path / "plain", False)
@@ -84,14 +84,14 @@ def test_the_trial_changes_nothing() -> None:
     assert torch.equal(model[0].weight.grad, torch.ones(3, 3)) and model[0].bias.grad is None
 
 
-def graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, record: Any) -> None:
+def graphs_on_the_cpu(monkeypatch: Patch, record: Any) -> None:
     """Let steps run as graphs that `record` makes of a module, in its place, and evaluations as they are."""
     monkeypatch.setattr(StageRun, "wants_graphs", True)
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda module, images, **_: record(module))
     monkeypatch.setattr(EvaluationGraph, "__call__", lambda self, images: self.model(images))
 
 
-def test_graphs_are_recorded_again_when_scales_freeze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_recorded_again_when_scales_freeze(tmp_path: Path, monkeypatch: Patch) -> None:
     torch.manual_seed(0)
     stage = QATStageConfig(epochs=4, lr=0.1, freeze_scales_epoch=2)
     train(stage_run(tmp_path / "plain", tiny_model(), stage))
@@ -103,7 +103,7 @@ def test_graphs_are_recorded_again_when_scales_freeze(tmp_path: Path, monkeypatc
     assert curves(tmp_path / "graphs")["qat/train/loss"] == curves(tmp_path / "plain")["qat/train/loss"]
 
 
-def test_a_batch_of_another_shape_runs_beside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_another_shape_runs_beside_the_graph(monkeypatch: Patch) -> None:
     model = nn.Linear(3, 2)
 
     def record(module: nn.Module, images: Any, **_: Any) -> None:
@@ -115,16 +115,14 @@ def test_a_batch_of_another_shape_runs_beside_the_graph(monkeypatch: pytest.Monk
     assert torch.equal(graphs(torch.ones(4, 3)), model(torch.ones(4, 3)))
 
 
-def test_a_graph_that_cannot_be_recorded_is_said_and_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_graph_that_cannot_be_recorded_is_said_and_left(tmp_path: Path, monkeypatch: Patch, caplog: Logged) -> None:
     graphs_on_the_cpu(monkeypatch, refusing)
     train(stage_run(tmp_path, tiny_model(), QATStageConfig(epochs=1, lr=0.1)))
     (said,) = [message for message in caplog.messages if message.startswith("cuda_graphs: ")]
     assert said.endswith("BrokenError: no kernel for this device; training goes on without, slower")
 
 
-def test_frozen_norms_stay_frozen_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_norms_stay_frozen_in_a_graph(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda *_, **__: None)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
     TrainingGraphs(model)(torch.ones(5, 3))
@@ -146,9 +144,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("off", [0.0, 1.0])
-def test_evaluation_is_recorded_once_if_it_answers_the_same(
-    off: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_evaluation_is_recorded_once_if_it_answers_the_same(off: float, monkeypatch: Patch, caplog: Logged) -> None:
     model, x = nn.Linear(3, 2), torch.ones(5, 3)
     for name in ("CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, Recorder)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qat.training.config.stages import ModelConfig
 from qat.training.model import build_model
-from tests.runs.tiny_training import user_error
+from tests.runs.tiny_training import Logged, Patch, user_error
 
 OWN_NETS = """\
 from torch import nn
@@ -60,7 +60,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path: Path, monkeypatch: Patch) -> Path:
     """An empty folder of downloaded weights, and no network."""
 
     def offline(*args: object, **kwargs: object) -> None:
@@ -85,24 +85,19 @@ def test_a_torchvision_builder_gets_classes_and_kwargs() -> None:
     assert build(7, name=SMALL, num_classes=12).classifier[1].out_channels == 12
 
 
-@pytest.mark.parametrize(
-    ("fields", "facts"),
-    [
-        ({"name": "ResNet81"}, "model.name: 'ResNet81' | did you mean 'resnet18'?"),
-        ({"name": "resnet18", "kwargs": {"depth": 3}}, "model.kwargs: {'depth': 3} do not fit resnet18 | 'depth'"),
-        ({"num_classes": 9}, "model.num_classes: 9 is fewer than the data set's 10 classes"),
-        ({"weights": "DEFAULT", "checkpoint": "x.pt"}, "model.weights: 'DEFAULT' | model.checkpoint: 'x.pt'"),
-        ({"name": "vgg16", "weights": "IMAGENET1K_FEATURES"}, "it has DEFAULT, IMAGENET1K_V1"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "facts"), [
+    ({"name": "ResNet81"}, "model.name: 'ResNet81' | did you mean 'resnet18'?"),
+    ({"name": "resnet18", "kwargs": {"depth": 3}}, "model.kwargs: {'depth': 3} do not fit resnet18 | 'depth'"),
+    ({"num_classes": 9}, "model.num_classes: 9 is fewer than the data set's 10 classes"),
+    ({"weights": "DEFAULT", "checkpoint": "x.pt"}, "model.weights: 'DEFAULT' | model.checkpoint: 'x.pt'"),
+    ({"name": "vgg16", "weights": "IMAGENET1K_FEATURES"}, "it has DEFAULT, IMAGENET1K_V1"),
+])  # fmt: skip
 def test_names_and_arguments_that_do_not_fit(fields: dict[str, Any], facts: str) -> None:
     said = refusal(**fields)
     assert all(fact in said for fact in facts.split(" | ")) and len(said.splitlines()) == 1
 
 
-def test_pretrained_weights_keep_all_but_a_classifier_of_other_size(
-    hub: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pretrained_weights_keep_all_but_a_classifier_of_other_size(hub: Path, caplog: Logged) -> None:
     published = torchvision.models.get_model(SMALL, weights=None, num_classes=1000).state_dict()
     torch.save(published, hub / "squeezenet1_1-b8a52dc0.pth")
     same = build(10, name=SMALL, weights="DEFAULT", num_classes=1000)
@@ -133,10 +128,9 @@ def described(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
 
 @pytest.mark.filterwarnings("ignore:auxiliary heads in the pretrained googlenet model:UserWarning")
 @pytest.mark.parametrize("name", [SMALL, "googlenet", "inception_v3", "vit_b_16"])
-def test_without_weights_the_same_layers_are_built(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_without_weights_the_same_layers_are_built(hub: Path, monkeypatch: Patch, name: str) -> None:
     config = ModelConfig(name=name, weights="IMAGENET1K_SWAG_E2E_V1" if name == "vit_b_16" else "DEFAULT")
     with monkeypatch.context() as patch:
-        patch.setattr("qat.training.model._fetch", lambda *_: None)
         patch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: {})
         patch.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
         expected = build_model(config, 10)
@@ -202,13 +196,10 @@ def test_a_safetensors_checkpoint_may_lack_the_step_counters(module: Path) -> No
     assert equal(loaded, {key: value + 1 if value.dim() else value for key, value in state.items()})
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "    model = nn.ModuleDict({'module': nn.Linear(2, 3)})  # DataParallel's prefix",
-        "    model = nn.Linear(2, 3)\n    model.register_buffer('mask', torch.tensor([0.0, -float('inf')]))",
-    ],
-)
+@pytest.mark.parametrize("lines", [
+    "    model = nn.ModuleDict({'module': nn.Linear(2, 3)})  # DataParallel's prefix",
+    "    model = nn.Linear(2, 3)\n    model.register_buffer('mask', torch.tensor([0.0, -float('inf')]))",
+])  # fmt: skip
 def test_a_prefix_and_infinite_values_of_the_models_own_are_kept(lines: str, module: Path) -> None:
     module.write_text(f"import torch\nfrom torch import nn\ndef net():\n{lines}\n    return model\n")
     state = own().state_dict()
@@ -238,17 +229,14 @@ def test_a_checkpoint_of_another_model_is_refused(module: Path) -> None:
     assert all(fact in said for fact in ('"2.bias"', '"extra"', "[4, 3, 5, 5]", "[4, 3, 3, 3]"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        *(
-            ({"_2bias": torch.ones(5).to(dtype)}, f"2.bias is {dtype} in the file, torch.float32 in the model")
-            for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
-        ),
-        ({"_2bias": torch.tensor([1.0, 2.0, math.nan, 0.0, 0.0])}, "2.bias has values that are not finite"),
-        ({"_2bias": torch.full((5,), 1e300, dtype=torch.float64)}, "2.bias has values that are not finite"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "problem"), [
+    *(
+        ({"_2bias": torch.ones(5).to(dtype)}, f"2.bias is {dtype} in the file, torch.float32 in the model")
+        for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    ),
+    ({"_2bias": torch.tensor([1.0, 2.0, math.nan, 0.0, 0.0])}, "2.bias has values that are not finite"),
+    ({"_2bias": torch.full((5,), 1e300, dtype=torch.float64)}, "2.bias has values that are not finite"),
+])  # fmt: skip
 def test_weights_of_another_kind_are_refused(module: Path, changes: dict[str, Tensor | None], problem: str) -> None:
     torch.save(changed(**changes), "x.pt")
     assert refused("x.pt").startswith(f"model.checkpoint: 'x.pt': {problem}")
@@ -262,17 +250,14 @@ def test_floating_point_weights_of_another_width_load(module: Path, dtype: torch
     assert equal(loaded, {key: value.to(loaded[key].dtype) for key, value in state.items()})
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"garbage", "cannot be read (torch.save did not write it)"),
-        # Pickled: loading it would run code. Point 62: torch's page of advice, with colours, stood here.
-        (nn.Linear(2, 2), "cannot be read (it holds a torch.nn.modules.linear.Linear, which only its code could read"),
-        ({"epoch": 3}, f"holds something else than weights; {FORMATS}"),
-        ({"2.bias": torch.ones(5, device="meta")}, f"holds something else than weights; {FORMATS}"),
-        ({}, "holds no weights"),
-    ],
-)
+@pytest.mark.parametrize(("content", "problem"), [
+    (b"garbage", "cannot be read (torch.save did not write it)"),
+    # Pickled: loading it would run code. Point 62: torch's page of advice, with colours, stood here.
+    (nn.Linear(2, 2), "cannot be read (it holds a torch.nn.modules.linear.Linear, which only its code could read"),
+    ({"epoch": 3}, f"holds something else than weights; {FORMATS}"),
+    ({"2.bias": torch.ones(5, device="meta")}, f"holds something else than weights; {FORMATS}"),
+    ({}, "holds no weights"),
+])  # fmt: skip
 def test_files_without_weights_are_refused(module: Path, content: Any, problem: str) -> None:
     if isinstance(content, bytes):
         Path("x.pt").write_bytes(content)
@@ -299,7 +284,7 @@ def test_a_model_of_timm_by_name() -> None:
         assert said.startswith("model: timm cannot build ") and fact in said
 
 
-def test_without_timm_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_timm_the_way_to_it_is_named(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     assert refusal(name="timm/resnet18") == (
         "model.name: 'timm/resnet18' needs timm, which is not installed; pip install timm"

@@ -21,15 +21,12 @@ def test_nothing_to_train_is_a_sentence() -> None:
     assert said == "model: it has no trainable parameter; set epochs to 0 or unfreeze some"
 
 
-@pytest.mark.parametrize(
-    ("stage", "rates"),
-    [
-        (QATStageConfig(lr=0.2), {"quantizers_8_bits": 0.02, "quantizers_3_bits": 0.2}),
-        (QATStageConfig(lr=0.2, quantizer_lr_factor=0.5), {"quantizers": 0.1}),
-        (QATStageConfig(optimizer="adamw", quantizer_optimizer="sgd", quantizer_lr=0.3), {"quantizers": 0.3}),
-        (StageConfig(lr=0.2), {"quantizers": 0.2}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "rates"), [
+    (QATStageConfig(lr=0.2), {"quantizers_8_bits": 0.02, "quantizers_3_bits": 0.2}),
+    (QATStageConfig(lr=0.2, quantizer_lr_factor=0.5), {"quantizers": 0.1}),
+    (QATStageConfig(optimizer="adamw", quantizer_optimizer="sgd", quantizer_lr=0.3), {"quantizers": 0.3}),
+    (StageConfig(lr=0.2), {"quantizers": 0.2}),
+])  # fmt: skip
 def test_scales_learn_at_the_rate_of_their_bits_or_of_the_config(stage: StageConfig, rates: dict[str, float]) -> None:
     model = nn.Sequential(tiny_model(), create_quantizer(QuantSpec(bits=3)))
     optimizer = build_optimizer(model, stage)
@@ -78,20 +75,15 @@ def test_a_gradient_scaler_unscales_for_both_and_skips_both(factor: float) -> No
     assert scaler.get_scale() == (1024 if factor == 1 else 512)
 
 
-@pytest.mark.parametrize(
-    ("stage", "factors"),
-    [
-        (StageConfig(epochs=1, schedule="constant"), [1, 1, 1, 1, 1]),
-        (StageConfig(epochs=1, schedule="cosine"), [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0]),
-        # 1.5 warm-up steps of 4: the cosine starts between two steps.
-        (
-            StageConfig(epochs=1, warmup_epochs=0.375),
-            [0.01, 0.67, *((1 + math.cos(math.pi * s / 2.5)) / 2 for s in (0.5, 1.5)), 0],
-        ),
-        (StageConfig(epochs=1, warmup_epochs=0.5, schedule="constant"), [0.01, 0.505, 1, 1, 1]),
-        (StageConfig(epochs=1, warmup_epochs=1), [0.01, 0.2575, 0.505, 0.7525, 1]),
-    ],
-)
+@pytest.mark.parametrize(("stage", "factors"), [
+    (StageConfig(epochs=1, schedule="constant"), [1, 1, 1, 1, 1]),
+    (StageConfig(epochs=1, schedule="cosine"), [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0]),
+    # 1.5 warm-up steps of 4: the cosine starts between two steps.
+    (StageConfig(epochs=1, warmup_epochs=0.375),
+     [0.01, 0.67, *((1 + math.cos(math.pi * s / 2.5)) / 2 for s in (0.5, 1.5)), 0]),
+    (StageConfig(epochs=1, warmup_epochs=0.5, schedule="constant"), [0.01, 0.505, 1, 1, 1]),
+    (StageConfig(epochs=1, warmup_epochs=1), [0.01, 0.2575, 0.505, 0.7525, 1]),
+])  # fmt: skip
 def test_schedule_is_exact_at_every_step(stage: StageConfig, factors: list[float]) -> None:
     model = tiny_model()
     stage = QATStageConfig(**{**stage.model_dump(), "lr": 0.3, "quantizer_lr_factor": 0.1})

@@ -55,13 +55,10 @@ def test_a_run_trains_and_exports_on_it(folder: Path) -> None:
     assert found["qat"]["top1"] == found["onnx"]["top1"] == 100.0
 
 
-@pytest.mark.parametrize(
-    ("name", "facts"),
-    [
-        ("my_data:pair", ("returned tuple; it must return a qat.training.data.images.Dataset",)),
-        ("my_data:missing", ("failed (FileNotFoundError: ", "'somewhere', {folder}/my_data.py:")),
-    ],
-)
+@pytest.mark.parametrize(("name", "facts"), [
+    ("my_data:pair", ("returned tuple; it must return a qat.training.data.images.Dataset",)),
+    ("my_data:missing", ("failed (FileNotFoundError: ", "'somewhere', {folder}/my_data.py:")),
+])  # fmt: skip
 def test_a_mistake_is_one_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str, facts: tuple[str, ...]
 ) -> None:

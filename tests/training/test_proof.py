@@ -84,16 +84,13 @@ DIFFER = (
 )
 
 
-@pytest.mark.parametrize(
-    ("agreement", "largest", "problems"),
-    [
-        (1.0, 1, []),
-        (0.995, 1, []),
-        (0.9949, 0, [DIFFER.format("99.49")]),
-        (math.nan, 0, [DIFFER.format("nan")]),
-        (1.0, 2, ["its integers differ by more than one level in 1 layer (a first)"]),
-    ],
-)
+@pytest.mark.parametrize(("agreement", "largest", "problems"), [
+    (1.0, 1, []),
+    (0.995, 1, []),
+    (0.9949, 0, [DIFFER.format("99.49")]),
+    (math.nan, 0, [DIFFER.format("nan")]),
+    (1.0, 2, ["its integers differ by more than one level in 1 layer (a first)"]),
+])  # fmt: skip
 def test_too_little_agreement_or_too_large_differences_are_problems(
     agreement: float, largest: int, problems: list[str]
 ) -> None:

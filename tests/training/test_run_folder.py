@@ -31,31 +31,26 @@ def refusal(config: RunConfig) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    ("files", "config", "path", "checkpoint"),
-    [
-        # The next number follows the highest; other names do not count.
-        (["runs/x/", "runs/x-7/", "runs/x-y/", "runs/x-08/", "runs/xx-30/"], {"name": "x"}, "runs/x-8", None),
-        (
-            ["runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml"],
-            {"name": "x", "resume": "auto"},
-            "runs/x-10",
-            "runs/x-10/last.pt",
-        ),
-        (["runs/x/config.yaml"], {"name": "x", "resume": "auto"}, "runs/x-2", None),
-        (["mine/last.pt"], {"run_dir": "mine", "resume": "auto"}, "mine", "mine/last.pt"),
-        *(
-            (files, {"run_dir": path, "resume": resume}, path, None)
-            for resume in ("never", "auto")
-            for files, path in (
-                ([], "new"),
-                ([], "no/such/parent"),
-                (["empty/"], "empty"),
-                (["mine/.lock", "mine/.config.yaml.tmp"], "mine"),  # all that a killed run left
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("files", "config", "path", "checkpoint"), [
+    # The next number follows the highest; other names do not count.
+    (["runs/x/", "runs/x-7/", "runs/x-y/", "runs/x-08/", "runs/xx-30/"], {"name": "x"}, "runs/x-8", None),
+    (["runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml"],
+     {"name": "x", "resume": "auto"},
+     "runs/x-10",
+     "runs/x-10/last.pt"),
+    (["runs/x/config.yaml"], {"name": "x", "resume": "auto"}, "runs/x-2", None),
+    (["mine/last.pt"], {"run_dir": "mine", "resume": "auto"}, "mine", "mine/last.pt"),
+    *(
+        (files, {"run_dir": path, "resume": resume}, path, None)
+        for resume in ("never", "auto")
+        for files, path in (
+            ([], "new"),
+            ([], "no/such/parent"),
+            (["empty/"], "empty"),
+            (["mine/.lock", "mine/.config.yaml.tmp"], "mine"),  # all that a killed run left
+        )
+    ),
+])  # fmt: skip
 def test_which_folder_a_run_uses(files: list[str], config: Any, path: str, checkpoint: str | None) -> None:
     make(*files)
     with open_run_folder(RunConfig(**config)) as folder:
@@ -93,21 +88,18 @@ def test_a_run_without_an_export_or_a_whole_summary_is_not_finished(summary: str
 TRAINS, CALIBRATES = {"float": {"epochs": 1}}, {"qat": {"epochs": 0}}
 
 
-@pytest.mark.parametrize(
-    ("files", "before", "never", "auto"),
-    [
-        # What a start leaves that found a broken image, or was killed; with float.epochs: 0, float weights are a copy.
-        ([], TRAINS, True, True),
-        (["curves", "layers.txt", ".last.pt.tmp", ".lock"], TRAINS, True, True),
-        (["float.safetensors", "layers.txt"], {}, True, True),
-        (["float.safetensors", "best.pt", "model.onnx", "summary.json"], CALIBRATES, False, True),  # export again
-        # Weights whose last.pt was removed, finished runs, and a user's own files stay.
-        (["float.safetensors"], TRAINS, False, False),
-        (["float.safetensors", "best.pt"], {}, False, False),
-        (["model.onnx"], {}, False, False),
-        (["curves", "notes.txt"], {}, False, False),
-    ],
-)
+@pytest.mark.parametrize(("files", "before", "never", "auto"), [
+    # What a start leaves that found a broken image, or was killed; with float.epochs: 0, float weights are a copy.
+    ([], TRAINS, True, True),
+    (["curves", "layers.txt", ".last.pt.tmp", ".lock"], TRAINS, True, True),
+    (["float.safetensors", "layers.txt"], {}, True, True),
+    (["float.safetensors", "best.pt", "model.onnx", "summary.json"], CALIBRATES, False, True),  # export again
+    # Weights whose last.pt was removed, finished runs, and a user's own files stay.
+    (["float.safetensors"], TRAINS, False, False),
+    (["float.safetensors", "best.pt"], {}, False, False),
+    (["model.onnx"], {}, False, False),
+    (["curves", "notes.txt"], {}, False, False),
+])  # fmt: skip
 def test_a_start_is_repeated_where_nothing_was_trained(
     files: list[str], before: dict[str, Any], never: bool, auto: bool
 ) -> None:
@@ -136,18 +128,15 @@ def test_a_numbered_folder_that_another_run_takes_is_skipped(monkeypatch: pytest
         assert folder == RunFolder(Path("runs/x-2").absolute(), None)
 
 
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ({"run_dir": "mine"}, "run_dir: 'mine' is not empty; choose another, or set resume=auto"),
-        ({"run_dir": "other"}, "run_dir: 'other' is not empty; choose another"),
-        ({"run_dir": "other", "resume": "auto"}, "run_dir: 'other' is not empty and has no last.pt to go on from; c"),
-        ({"run_dir": "file", "resume": "auto"}, "run_dir: 'file' is not a folder; choose another"),
-        ({"run_dir": "file/x"}, "run_dir: 'file/x': cannot use it (Not a directory); choose another"),
-        ({"name": "x"}, "run_dir: 'runs': cannot use it (Not a directory); choose another"),
-        *(({"name": name}, f"name: {name!r} must be a plain name") for name in ("a/b", "../x", "..", ".", "")),
-    ],
-)
+@pytest.mark.parametrize(("config", "sentence"), [
+    ({"run_dir": "mine"}, "run_dir: 'mine' is not empty; choose another, or set resume=auto"),
+    ({"run_dir": "other"}, "run_dir: 'other' is not empty; choose another"),
+    ({"run_dir": "other", "resume": "auto"}, "run_dir: 'other' is not empty and has no last.pt to go on from; c"),
+    ({"run_dir": "file", "resume": "auto"}, "run_dir: 'file' is not a folder; choose another"),
+    ({"run_dir": "file/x"}, "run_dir: 'file/x': cannot use it (Not a directory); choose another"),
+    ({"name": "x"}, "run_dir: 'runs': cannot use it (Not a directory); choose another"),
+    *(({"name": name}, f"name: {name!r} must be a plain name") for name in ("a/b", "../x", "..", ".", "")),
+])  # fmt: skip
 def test_refused_folders(config: dict[str, str], sentence: str) -> None:
     make("mine/last.pt", "other/notes.txt", "file", "runs")
     assert refusal(RunConfig(**config)).startswith(sentence)

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from qat.training.run.folder import LOCK, RunLock, check_folder, write_text
-from tests.runs.tiny_training import user_error
+from tests.runs.tiny_training import Logged, Patch, user_error
 
 HOLDER = """
 import os, sys, time
@@ -83,9 +81,7 @@ def test_a_folder_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
     assert (folder / LOCK).read_text() == "1 elsewhere"  # not ours to remove
 
 
-def test_a_file_system_without_locks_gives_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: Patch, caplog: Logged) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -105,24 +101,7 @@ def test_two_runs_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     again.release()
 
 
-def test_a_link_that_leads_to_the_folder_of_another_run_is_noticed(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    run_dir = tmp_path / "now"
-    run_dir.symlink_to("one")
-    lock = RunLock(run_dir)
-    write_text(lock.folder / "x", "ours")
-    run_dir.unlink()
-    run_dir.symlink_to("two")
-    said = user_error(write_text, lock.folder / "x", "ours")
-    assert said.startswith(f"{run_dir}: the run folder or its .lock was moved, deleted or replaced")
-    assert list((tmp_path / "two").iterdir()) == []
-    lock.release()
-
-
-def test_a_lock_file_removed_while_it_is_opened_is_locked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_removed_while_it_is_opened_is_locked_again(tmp_path: Path, monkeypatch: Patch) -> None:
     real = fcntl.lockf
 
     def lockf(descriptor: int, how: int) -> None:

@@ -17,7 +17,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.run import stages
 from qat.training.run.logging import RunLog
 from qat.training.run.proof import export_and_prove
-from tests.runs.tiny_training import user_error
+from tests.runs.tiny_training import Captured, Patch, user_error
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = """
@@ -56,7 +56,7 @@ def times(run: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
 
 
-def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_everything(folder: Path, capsys: Captured) -> None:
     assert start("float_finetune=true", "qat.ema_decay=0.9") == 0
     run = folder / "runs" / "tiny"
     names = {path.name for path in run.iterdir()}
@@ -91,18 +91,15 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     assert "was trained with seed: 0, now it is 3" in capsys.readouterr().err and times(run) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "facts"),
-    [
-        (["quantization.weight.rule=lqs"], ("quantization.weight.rule: unknown quantizer 'lqs'", "'lsq'?")),
-        (["quantization.overrides.conv9.skip=true"], ("the recipe's pattern 'conv9' names no layer", "0, 4, 8")),
-        (["quantization.weight.bits=12"], ("'0.weight_quantizer'", "-2047 to 2047", "export.onnx=false")),
-        (["model.name=tinymodels:wrapped"], ("tinymodels:wrapped: prepare: DataParallel wraps the model",)),
-        (["quantization.activation.granularity=channel"], ("granularity 'channel' has no integer kernel",)),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "facts"), [
+    (["quantization.weight.rule=lqs"], ("quantization.weight.rule: unknown quantizer 'lqs'", "'lsq'?")),
+    (["quantization.overrides.conv9.skip=true"], ("the recipe's pattern 'conv9' names no layer", "0, 4, 8")),
+    (["quantization.weight.bits=12"], ("'0.weight_quantizer'", "-2047 to 2047", "export.onnx=false")),
+    (["model.name=tinymodels:wrapped"], ("tinymodels:wrapped: prepare: DataParallel wraps the model",)),
+    (["quantization.activation.granularity=channel"], ("granularity 'channel' has no integer kernel",)),
+])  # fmt: skip
 def test_mistakes_are_one_sentence_and_status_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], facts: tuple[str, ...]
+    folder: Path, capsys: Captured, arguments: list[str], facts: tuple[str, ...]
 ) -> None:
     assert start(*arguments) == 2
     said = capsys.readouterr().err
@@ -110,9 +107,7 @@ def test_mistakes_are_one_sentence_and_status_2(
     assert not (folder / "runs").exists()
 
 
-def test_a_failed_proof_is_status_1(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_proof_is_status_1(folder: Path, monkeypatch: Patch, capsys: Captured) -> None:
     real = qat.export_onnx
 
     def exports_another(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
@@ -133,9 +128,7 @@ def test_a_failed_proof_is_status_1(
     assert capsys.readouterr().err == f"wrong/model.onnx: {found['problem']}\n"
 
 
-def test_an_error_of_the_exporter_is_a_sentence_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_exporter_is_a_sentence_and_leaves_no_file(tmp_path: Path, monkeypatch: Patch) -> None:
     def fails(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         path.write_text("half of it")
         raise ValueError("no operator")
@@ -167,9 +160,7 @@ def test_the_default_run_keeps_its_promises(tmp_path: Path) -> None:
     assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
 
 
-def test_a_second_run_in_the_same_folder_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_in_the_same_folder_is_refused(folder: Path, monkeypatch: Patch, capsys: Captured) -> None:
     statuses: list[int] = []
 
     def starts_another(*_: object) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qat.quantizer import registry
-from tests.runs.tiny_training import curves
+from tests.runs.tiny_training import Captured, Patch, curves
 from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 
 OWN_RULES = """
@@ -53,7 +53,7 @@ FILES = {"tinymodels.py": TINY_MODEL, "own_rules.py": OWN_RULES, "tiny.yaml": CO
 
 
 @pytest.fixture(autouse=True)
-def rules_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def rules_of_one_test(monkeypatch: Patch) -> None:
     monkeypatch.setattr(registry, "_QUANTIZERS", dict(registry._QUANTIZERS))
 
 
@@ -70,9 +70,7 @@ def test_a_users_rule_and_an_annealed_one_are_trained_and_exported(folder: Path)
     assert 5 < temperatures[0] < temperatures[-1] == 100
 
 
-def test_scales_per_group_train_in_channels_last_and_are_not_exported(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scales_per_group_train_in_channels_last_and_are_not_exported(folder: Path, capsys: Captured) -> None:
     groups = ["quantization.weight.granularity=group", "quantization.weight.group_size=4", "qat.epochs=1"]
     groups += ["quantization.overrides.0.weight.granularity=channel"]
     assert run(*groups) == 2
@@ -108,35 +106,24 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
     assert (folder / "run" / "last.pt").read_bytes() != weights
 
 
-@pytest.mark.parametrize(
-    ("arguments", "facts"),
-    [
-        (["imports=[no_such_rules]"], ("imports[0]: no module 'no_such_rules'", "'{folder}'")),
-        (
-            ["imports=[own_rules]", "quantization.weight.rule=falls_over"],
-            ("0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:14)",),
-        ),
-        (  # point 34: these three
-            ["imports=[own_rules]", "quantization.weight.rule=of_two_shapes"],
-            ("0.weight_quantizer: the rule 'of_two_shapes' failed (ValueError: OfTwoShapes.quantize: x is float32 (",),
-        ),
-        (
-            ["imports=[own_rules]", "quantization.activation.rule=to_nan"],
-            ("input_quantizer: the rule 'to_nan' failed (NotFiniteError: the values hold NaN or infinity",),
-        ),
-        (["quantization.weight.rule=to_nan"], ("unknown quantizer 'to_nan'; ", "(in a config: imports)")),
-        (
-            ["imports=[own_rules]", "quantization.weight.rule=off_its_grid"],
-            ("'0.weight_quantizer': the rule 'off_its_grid' computes other values", "export.onnx=false"),
-        ),
-        (
-            ["imports=[own_rules]", "quantization.activation.rule=half_up"],
-            ("'input_quantizer': the rule 'half_up' has other integers than", "export.onnx=false"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "facts"), [
+    (["imports=[no_such_rules]"], ("imports[0]: no module 'no_such_rules'", "'{folder}'")),
+    (["imports=[own_rules]", "quantization.weight.rule=falls_over"],
+     ("0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:14)",)),
+    (  # point 34: these three
+        ["imports=[own_rules]", "quantization.weight.rule=of_two_shapes"],
+        ("0.weight_quantizer: the rule 'of_two_shapes' failed (ValueError: OfTwoShapes.quantize: x is float32 (",),
+    ),
+    (["imports=[own_rules]", "quantization.activation.rule=to_nan"],
+     ("input_quantizer: the rule 'to_nan' failed (NotFiniteError: the values hold NaN or infinity",)),
+    (["quantization.weight.rule=to_nan"], ("unknown quantizer 'to_nan'; ", "(in a config: imports)")),
+    (["imports=[own_rules]", "quantization.weight.rule=off_its_grid"],
+     ("'0.weight_quantizer': the rule 'off_its_grid' computes other values", "export.onnx=false")),
+    (["imports=[own_rules]", "quantization.activation.rule=half_up"],
+     ("'input_quantizer': the rule 'half_up' has other integers than", "export.onnx=false")),
+])  # fmt: skip
 def test_mistakes_with_rules_are_one_sentence_before_any_training(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], facts: tuple[str, ...]
+    folder: Path, capsys: Captured, arguments: list[str], facts: tuple[str, ...]
 ) -> None:
     assert run(*arguments) == 2
     said = capsys.readouterr().err

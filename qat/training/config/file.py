@@ -23,8 +23,6 @@ from qat.training.errors import UserError, problems_of
 NULLS = "null leaves a choice to the target, the data set or the model; layers.txt shows every layer's grid"
 """The first line of a written config."""
 
-_SUFFIXES = (".yaml", ".yml")
-
 
 def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | None = None) -> RunConfig:
     """Read a config file, apply the overrides and check the result; paths stay relative to the current folder.
@@ -55,23 +53,19 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _find(path: str, config_folder: Path | None) -> Path:
-    given = Path(path)
-    folders = [given.parent]
-    if config_folder is not None and given.name == path:
-        folders.append(config_folder)
-    for folder in folders:
-        for suffix in ("", *_SUFFIXES):
-            file = folder / (given.name + suffix)
-            if os.path.exists(file) and not os.path.isdir(file):  # os.path: False, no error, without permission
-                return file
-    places = " and ".join(str(folder.absolute()) for folder in folders)
+    given, suffixes = Path(path), (".yaml", ".yml")
+    folders = [given.parent, *([config_folder] if config_folder is not None and given.name == path else [])]
+    for file in (folder / (given.name + suffix) for folder in folders for suffix in ("", *suffixes)):
+        if os.path.exists(file) and not os.path.isdir(file):  # os.path: False, no error, without permission
+            return file
     existing = {}
     for folder in filter(None, (config_folder, given.parent)):
-        for file in (each for suffix in _SUFFIXES for each in folder.glob(f"*{suffix}")):
+        for file in (each for suffix in suffixes for each in folder.glob(f"*{suffix}")):
             existing[file.stem] = file.name if folder is config_folder else str(file)
-    wanted = given.stem if given.suffix in _SUFFIXES else given.name
+    wanted = given.stem if given.suffix in suffixes else given.name
     listed = f"there are: {', '.join(sorted(existing.values()))}" if existing else "no config lies there"
     hint = did_you_mean(wanted, existing, count=3, shown=existing.__getitem__) or listed
+    places = " and ".join(str(folder.absolute()) for folder in folders)
     raise UserError(f"config {path!r}: not found in {places}; {hint}")
 
 
@@ -87,7 +81,10 @@ def _read(file: Path) -> str:
 
 def _apply(tree: dict[str, Any], typed: str) -> None:
     key, separator, text = typed.partition("=")
-    path = _steps(key.strip())
+    path = key.strip().split(".")
+    if path[:2] == ["quantization", "overrides"]:  # a layer pattern keeps its dots: layer1.0 in ...layer1.0.skip
+        end = next((i for i in range(3, len(path)) if path[i] in OverrideConfig.model_fields), len(path))
+        path[2:end] = [".".join(path[2:end])] if len(path) > 2 else []
     if not separator or not all(path):
         raise UserError("expected key.path=value, such as qat.lr=0.01")
     node = tree
@@ -98,15 +95,6 @@ def _apply(tree: dict[str, Any], typed: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"{dotted(path[:depth])!r} is {as_text(node)}, which has no keys of its own")
     node[path[-1]] = parse_yaml(text)
-
-
-def _steps(key: str) -> list[str]:
-    # `qat.lr` into its keys. A layer pattern keeps its dots: quantization, overrides, layer1.0, skip.
-    parts = key.split(".")
-    if parts[:2] == ["quantization", "overrides"]:
-        end = next((i for i in range(3, len(parts)) if parts[i] in OverrideConfig.model_fields), len(parts))
-        parts[2:end] = [".".join(parts[2:end])] if len(parts) > 2 else []
-    return parts
 
 
 TENSORS = ("weight", "activation")
@@ -137,7 +125,12 @@ def with_choices_by_bits(tree: Any) -> Any:
     stage = {"optimizer": optimizer, "lr": rate(optimizer, fewest), **stage}
     earlier = stage.get("progressive")
     if "lr" not in tree.get("qat", {}) and isinstance(earlier, list | tuple):
-        stage["progressive"] = [_with_rate(each, optimizer, bits) for each in earlier]
+        stage["progressive"] = list(earlier)
+        for number, each in enumerate(earlier):
+            if isinstance(each, dict) and each:  # an empty one is refused
+                common = _whole(each.get("bits"))
+                own = _bits(each, bits if common is None else dict.fromkeys(TENSORS, common))
+                stage["progressive"][number] = {"lr": rate(optimizer, min(own.values())), **each}
     return {**tree, "qat": stage}
 
 
@@ -150,17 +143,9 @@ def rate(optimizer: Any, bits: int) -> float:
     return ADAMW_RATE * 2.0 ** (FEW - min(max(bits, 2), 8)) if optimizer == "adamw" else SGD_RATE
 
 
-def _with_rate(stage: Any, optimizer: Any, bits: dict[str, int]) -> Any:
-    if not isinstance(stage, dict) or not stage:  # an empty one is refused
-        return stage
-    common = _whole(stage.get("bits"))
-    own = _bits(stage, bits if common is None else dict.fromkeys(TENSORS, common))
-    return {"lr": rate(optimizer, min(own.values())), **stage}
-
-
 def _bits(grids: Any, default: dict[str, int]) -> dict[str, int]:
-    specs = {tensor: _section(grids).get(tensor) for tensor in TENSORS}
-    given = {tensor: _whole(_section(spec).get("bits")) for tensor, spec in specs.items()}
+    specs = {tensor: _section(_section(grids).get(tensor)) for tensor in TENSORS}
+    given = {tensor: _whole(spec.get("bits")) for tensor, spec in specs.items()}
     return {tensor: default[tensor] if bits is None else bits for tensor, bits in given.items()}
 
 
@@ -181,15 +166,19 @@ def sentences_of(error: ValidationError, source: str, overrides: Sequence[str]) 
         if problem["type"] == "value_error":
             message = str(problem["ctx"]["error"])
         elif problem["type"] == "extra_forbidden":
-            message = f"unknown key; {_key_hint(location)}"
+            keys, key = keys_at(location[:-1]), str(location[-1])
+            # For `epochs=3` at the top level, the key is right and its section is missing.
+            inside = [f"{name}.{key}" for name in keys if len(location) == 1 and key in keys_at([name])]
+            meant = f"did you mean {' or '.join(map(repr, inside))}?" if inside else did_you_mean(key, keys)
+            message = f"unknown key; {meant or 'valid keys: ' + ', '.join(keys)}"
         else:
             choices = re.findall("'([^']+)'", str(problem.get("ctx", {}).get("expected", "")))
             hint = did_you_mean(str(value), choices)
             message = f"{message[0].lower()}{message[1:]}, got {as_text(value)}{hint and f'; {hint}'}"
         sentence = f"{dotted(location)}: {message}" if location else message
         key = f"{dotted(location) or sentence.partition(':')[0]}.".replace("[", ".")
-        keys = {each: f"{each.partition('=')[0].strip()}." for each in overrides}
-        typed = [each for each in overrides if key.startswith(keys[each]) or keys[each].startswith(key)]
+        own = {each: f"{each.partition('=')[0].strip()}." for each in overrides}
+        typed = [each for each in overrides if key.startswith(own[each]) or own[each].startswith(key)]
         lines.append(f"{typed[-1] if typed else source}: {sentence}")
     return lines
 
@@ -221,15 +210,6 @@ def _section_in(annotation: Any) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
-def _key_hint(location: Sequence[str | int]) -> str:
-    keys, key = keys_at(location[:-1]), str(location[-1])
-    # For `epochs=3` at the top level, the key is right and its section is missing.
-    inside = [f"{name}.{key}" for name in keys if len(location) == 1 and key in keys_at([name])]
-    if inside:
-        return f"did you mean {' or '.join(map(repr, inside))}?"
-    return did_you_mean(key, keys) or f"valid keys: {', '.join(keys)}"
-
-
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested sections by their keys as a user writes them; what is empty has none.
 
@@ -245,23 +225,18 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-LARGEST = 1_000_000
-"""Most characters of a config. Aliases count expanded: a few lines of them can expand to more than all memory."""
-
+LARGEST = 1_000_000  # characters of a config; aliases count written out, as a few lines of them can fill all memory
 _PREFIX = "tag:yaml.org,2002:"
-_DIGITS = "0123456789"
 _FLOAT = re.compile(
     r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
     r"|\.(?:nan|NaN|NAN)$"
 )
-# Python refuses decimal integers of more than 4300 digits, so long ones stay text.
-_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,999})$")
-
-# (tag, pattern of a plain word, its possible first characters); everything else is text
-_KINDS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
+# What a plain word is, by its pattern and its possible first characters; everything else is text. Python refuses
+# decimal integers of more than 4300 digits, so long ones stay text.
+_KINDS = (
     ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
-    ("int", _INT, list("-+" + _DIGITS)),
-    ("float", _FLOAT, list("-+." + _DIGITS)),
+    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,999})$"), list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
     ("null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("merge", re.compile(r"<<$"), ["<"]),
 )
@@ -328,9 +303,6 @@ class _Loader(yaml.SafeLoader):
             first_lines.setdefault(key.value, line)
         return node
 
-    def construct_int(self, node: yaml.ScalarNode) -> int:
-        return int(self.construct_scalar(node).replace("_", ""))
-
 
 class _Dumper(yaml.SafeDumper):  # it also quotes text which only `_Loader` reads as a number, such as '1e-3'
     pass
@@ -338,5 +310,5 @@ class _Dumper(yaml.SafeDumper):  # it also quotes text which only `_Loader` read
 
 for _tag, _pattern, _first in _KINDS:
     _Loader.add_implicit_resolver(_PREFIX + _tag, _pattern, _first)
-_Loader.add_constructor(_PREFIX + "int", _Loader.construct_int)
-_Dumper.add_implicit_resolver(_PREFIX + "float", _FLOAT, list("-+." + _DIGITS))
+_Loader.add_constructor(_PREFIX + "int", lambda _, node: int(node.value.replace("_", "")))
+_Dumper.add_implicit_resolver(_PREFIX + "float", *_KINDS[2][1:])

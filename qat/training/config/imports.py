@@ -41,9 +41,19 @@ def import_extensions(modules: Sequence[str], key: str = "imports[{}]") -> None:
 def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
     """Yield what `package.module:callable` names; errors of calls in the context become a sentence about the key."""
     with current_folder_importable():
-        function = _import_callable(key, name)
+        module_name, _, attribute = name.partition(":")
+        if not module_name or not attribute:
+            raise UserError(f"{key}: '{name}' is incomplete; write package.module:callable")
+        found: Any = _import_module(module_name, key)
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                hint = did_you_mean(part, dir(found))
+                raise UserError(f"{key}: '{module_name}' has no '{attribute}'{hint and f'; {hint}'}")
+            found = getattr(found, part)
+        if not callable(found):
+            raise UserError(f"{key}: '{name}' is {type(found).__name__}; it must be callable")
         try:
-            yield function
+            yield found
         except UserError:
             raise
         except Exception as error:  # user code may raise anything; the place says more than the type
@@ -63,22 +73,6 @@ def place(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     users = [each for each in frames if not each.filename.startswith((OWN_FOLDER, "<"))]
     return f", {users[-1].filename}:{users[-1].lineno}" if users else ""
-
-
-def _import_callable(key: str, name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise UserError(f"{key}: '{name}' is incomplete; write package.module:callable")
-    found: Any = _import_module(module_name, key)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            hint = did_you_mean(part, dir(found))
-            raise UserError(f"{key}: '{module_name}' has no '{attribute}'{hint and f'; {hint}'}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UserError(f"{key}: '{name}' is {type(found).__name__}; it must be callable")
-    function: Callable[..., Any] = found
-    return function
 
 
 def _import_module(name: str, key: str) -> ModuleType:

@@ -45,10 +45,8 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
     with users_callable("data.name", config.name) as builder:
         dataset = builder(config)
     if not isinstance(dataset, Dataset):
-        raise UserError(
-            f"data.name: '{config.name}' returned {type(dataset).__name__}; it must return a"
-            f" {Dataset.__module__}.{Dataset.__name__}"
-        )
+        what = f"it must return a {Dataset.__module__}.{Dataset.__name__}"
+        raise UserError(f"data.name: '{config.name}' returned {type(dataset).__name__}; {what}")
     return dataset
 
 
@@ -90,7 +88,7 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
 
 
 def _imagefolder(config: DataConfig, seed: int) -> Dataset:
-    splits, classes = read_image_folder(_root(config))
+    splits, classes = read_image_folder(Path(os.path.expanduser(str(config.root))))
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
@@ -107,7 +105,7 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     from torchvision import datasets  # late, since it takes seconds
 
     reader, mean, std = _TORCHVISION[config.name]
-    root = _root(config)
+    root = Path(os.path.expanduser(str(config.root)))
     try:
         with nullcontext() if on_terminal() else redirect_stderr(io.StringIO()):  # bars of downloads
             splits = [getattr(datasets, reader)(root, train, download=config.download) for train in (True, False)]
@@ -125,7 +123,7 @@ _NPZ_ARRAYS = ("x_train", "y_train", "x_val", "y_val")
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
     # Images are uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3); without names of classes, they are numbers.
-    path = _root(config)
+    path = Path(os.path.expanduser(str(config.root)))
     where = f"data.root: '{path}'"
     if not path.is_file():
         raise UserError(f"{where} is not a file{looked_in(path)}; it must be an .npz with {', '.join(_NPZ_ARRAYS)}")
@@ -145,16 +143,10 @@ def _npz(config: DataConfig, seed: int) -> Dataset:
 
 def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
     if images.ndim not in (3, 4) or labels.dtype.kind not in "iu":
-        raise ValueError(
-            f"images must be (N, H, W) or (N, H, W, C) and labels integers, got {images.shape} and {labels.dtype}"
-        )
+        form = "images must be (N, H, W) or (N, H, W, C) and labels integers"
+        raise ValueError(f"{form}, got {images.shape} and {labels.dtype}")
     first = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     return ImageArray(torch.from_numpy(first), torch.from_numpy(labels.astype(np.int64)))
-
-
-def _root(config: DataConfig) -> Path:
-    assert config.root is not None  # build_dataset checks this
-    return Path(os.path.expanduser(config.root))
 
 
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
@@ -176,7 +168,12 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
     """List the images of both splits, by the name of the split, and the names of the classes."""
     try:
-        found = {split: _class_folders(root / split) for split in SPLITS}
+        found = {}
+        for split in SPLITS:
+            folders = (entry.name for entry in os.scandir(root / split) if entry.is_dir())
+            found[split] = sorted(name for name in folders if name[0] != ".")
+            if not found[split]:
+                raise UserError(f"data.root: '{root / split}' holds no class folders")
         classes = found["train"]
         differing = sorted({*classes} ^ {*found["val"]})
         if differing:
@@ -187,13 +184,6 @@ def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
             f"data.root: '{error.filename}' cannot be read ({error.strerror}){looked_in(root)}; expected"
             f" {root}/train/<class>/ and {root}/val/<class>/"
         ) from error
-
-
-def _class_folders(folder: Path) -> list[str]:
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
-    if not names:
-        raise UserError(f"data.root: '{folder}' holds no class folders")
-    return names
 
 
 def _image_files(folder: Path, classes: list[str]) -> ImageFiles:

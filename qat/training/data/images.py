@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qat.text import first_line
 from qat.training.data.transforms import Channels, Picture, Preprocessing, pixels_of
-from qat.training.errors import UserError, looked_in
+from qat.training.errors import UserError, looked_in, problems_of
 
 HALF: Channels = (0.5, 0.5, 0.5)
 
@@ -28,7 +28,6 @@ class ImageArray:
     labels: Tensor
 
     def picture(self, index: int) -> Tensor:
-        """Return one image, uint8 (C, H, W)."""
         return self.images[index]
 
     def digest(self) -> str:
@@ -36,11 +35,9 @@ class ImageArray:
         return _digest(self.labels, self.images.contiguous().numpy().data)
 
     def subset(self, indices: Tensor) -> "ImageArray":
-        """Return only these images, in this order."""
         return ImageArray(self.images[indices], self.labels[indices])
 
     def to(self, device: torch.device) -> "ImageArray":
-        """Return these images in the memory of a device."""
         return ImageArray(self.images.to(device), self.labels.to(device))
 
 
@@ -57,17 +54,14 @@ class ImageFiles:
 
     def picture(self, index: int) -> Image.Image:
         """Decode one image into 8-bit RGB, as torchvision's ImageFolder does."""
-        try:
+        with problems_of("data.root"):
             return read_picture(os.fsdecode(self.paths[index]))
-        except UserError as error:
-            raise UserError(f"data.root: {error}") from error
 
     def digest(self) -> str:
         """A short digest of the files' names, without folders, and of the labels; the files are not read."""
         return _digest(self.labels, b"/".join(map(os.path.basename, self.paths.tolist())))
 
     def subset(self, indices: Tensor) -> "ImageFiles":
-        """Return only these images, in this order."""
         return ImageFiles(self.paths[indices.numpy()], self.labels[indices])
 
 
@@ -155,7 +149,9 @@ def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
     except FileNotFoundError:
         raise UserError(f"'{path}' does not exist{looked_in(Path(path))}") from None
     except Exception as error:  # for damaged files, Pillow raises different errors from format to format
-        raise UserError(f"'{path}' is not a readable image ({_reason(error)}); repair or remove it") from error
+        known = isinstance(error, OSError) and error.strerror
+        what = "no known format" if isinstance(error, UnidentifiedImageError) else known or first_line(error)
+        raise UserError(f"'{path}' is not a readable image ({what}); repair or remove it") from error
 
 
 def as_rgb(image: Image.Image, where: str) -> Image.Image:
@@ -186,7 +182,6 @@ class InputTransform:
     preprocessing: Preprocessing
 
     def __call__(self, picture: GivenPicture) -> Tensor:
-        """Resize, crop and normalise one picture."""
         try:
             return self.preprocessing.apply(self._as_stored(picture)).unsqueeze(0)
         except UserError as error:
@@ -201,27 +196,14 @@ class InputTransform:
             raise TypeError(
                 f"transform: expected a path, a PIL image, or a uint8 array or tensor, got {type(picture).__name__}"
             )
-        pixels = _channels_first(picture)
+        pixels = torch.tensor(picture) if isinstance(picture, np.ndarray) else picture.cpu()
+        if isinstance(picture, np.ndarray):
+            pixels = pixels[None] if pixels.dim() == 2 else pixels.movedim(-1, 0)
+        if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or not pixels.numel():
+            raise UserError(
+                "expected a uint8 array (H, W) or (H, W, 1 or 3), or a uint8 tensor (1 or 3, H, W), got"
+                f" {picture.dtype} {tuple(picture.shape)}"
+            )
         if not from_files:
             return pixels
         return Image.fromarray(np.ascontiguousarray(pixels.expand(3, -1, -1).permute(1, 2, 0)))
-
-
-def _channels_first(picture: "np.ndarray | Tensor") -> Tensor:
-    pixels = torch.tensor(picture) if isinstance(picture, np.ndarray) else picture.cpu()
-    if isinstance(picture, np.ndarray):
-        pixels = pixels[None] if pixels.dim() == 2 else pixels.movedim(-1, 0)
-    if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or not pixels.numel():
-        raise UserError(
-            "expected a uint8 array (H, W) or (H, W, 1 or 3), or a uint8 tensor (1 or 3, H, W), got"
-            f" {picture.dtype} {tuple(picture.shape)}"
-        )
-    return pixels
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "no known format"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return first_line(error)

@@ -20,13 +20,7 @@ from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
 from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
-from qat.training.data.transforms import (
-    BatchTransform,
-    Preprocessing,
-    Transform,
-    resized_up_front,
-    train_transform,
-)
+from qat.training.data.transforms import BatchTransform, Preprocessing, Transform, resized_up_front, train_transform
 from qat.training.errors import UserError
 from qat.training.ranks import ranks_here
 
@@ -43,24 +37,21 @@ class TransformedImages(Dataset[Sample]):
     def __init__(self, images: Images, transform: Transform, random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
 
-    def __len__(self) -> int:
-        return len(self.images.labels)
-
     def __getitems__(self, keys: list[SampleKey]) -> list[Sample]:
         """Return the samples of a whole batch; torch's loader calls this where it is defined."""
         state, threads = torch.default_generator.get_state(), torch.get_num_threads()
         # One image is too small for several threads: waiting for them made `affine` up to 15 times slower.
         torch.set_num_threads(1)
+        samples = []
         try:
-            return [self._sample(index, seed) for index, seed in keys]
+            for index, seed in keys:
+                if self.random:
+                    torch.default_generator.manual_seed(seed)
+                samples.append((self.transform(self.images.picture(index)), self.images.labels[index]))
+            return samples
         finally:  # in the main process, the model uses both as well
             torch.set_num_threads(threads)
             torch.default_generator.set_state(state)
-
-    def _sample(self, index: int, seed: int) -> Sample:
-        if self.random:
-            torch.default_generator.manual_seed(seed)
-        return self.transform(self.images.picture(index)), self.images.labels[index]
 
 
 class BatchedImages(Dataset[Batch]):
@@ -69,24 +60,14 @@ class BatchedImages(Dataset[Batch]):
     def __init__(self, images: ImageArray, transform: BatchTransform) -> None:
         self.images, self.transform = images, transform
 
-    def __len__(self) -> int:
-        return len(self.images.labels)
-
     def __getitems__(self, keys: list[SampleKey]) -> Batch:
         """Return a batch; torch's loader calls this where it is defined."""
         indices, seeds = torch.tensor(keys).to(self.images.labels.device, non_blocking=True).unbind(1)
         return self.transform(self.images.images[indices], seeds), self.images.labels[indices]
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the batches are on the CPU."""
-        return self.images.labels.device.type == "cpu"
-
 
 View: TypeAlias = TransformedImages | BatchedImages
-
-MOST_OF_A_DEVICE = 0.25
-"""The share of a device's free memory that a training set may take there."""
+MOST_OF_A_DEVICE = 0.25  # the share of a device's free memory that a training set may take there
 
 
 def training_view(images: Images, config: DataConfig, plain: Preprocessing, device: torch.device) -> View:
@@ -96,13 +77,8 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
         return view
     size, free = view.images.images.nbytes, torch.cuda.mem_get_info(device)[0]
     if size > MOST_OF_A_DEVICE * free:
-        logger.warning(
-            "data: %.1f GB of training images stay in host memory, since %s has %.1f GB free and they may take %.0f %%",
-            size / 1e9,
-            device,
-            free / 1e9,
-            100 * MOST_OF_A_DEVICE,
-        )
+        share = f"{device} has {free / 1e9:.1f} GB free and they may take {100 * MOST_OF_A_DEVICE:.0f} %"
+        logger.warning("data: %.1f GB of training images stay in host memory, since %s", size / 1e9, share)
         return view
     return BatchedImages(view.images.to(device), view.transform)
 
@@ -141,8 +117,7 @@ class RankBatches(Sampler[list[SampleKey]]):
 
     def __init__(self, order: EpochOrder, size: int, whole: bool = False, alone: bool = False) -> None:
         self.order, self.size, self.whole, self.alone = order, size, whole, alone
-        self.first = 0
-        """The batch that a pass begins with: a resumed epoch has trained on those before it."""
+        self.first = 0  # the batch that a pass begins with: a resumed epoch has trained on those before it
 
     def __len__(self) -> int:
         batches, left = divmod(len(self.order), self.size)
@@ -184,7 +159,7 @@ class Loader:
             batch_sampler=self._shares,
             num_workers=workers,
             collate_fn=partial(_collate, channels_last=channels_last),
-            pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
+            pin_memory=pinned and view.images.labels.device.type == "cpu",
             persistent_workers=persistent and workers > 0,
             generator=torch.Generator(),  # otherwise each epoch would draw from the global generator
         )
@@ -220,11 +195,9 @@ class Data:
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
     """Open the data set that `config` names and make its loaders; training images that fit move to a CUDA device."""
-    if config.batch_size % rank_count():
-        raise UserError(
-            f"data.batch_size: {config.batch_size} is of all ranks together, and {rank_count()} cannot share it evenly;"
-            f" use a multiple of {rank_count()}"
-        )
+    if config.batch_size % (count := rank_count()):
+        what = f"{config.batch_size} is of all ranks together, and {count} cannot share it evenly"
+        raise UserError(f"data.batch_size: {what}; use a multiple of {count}")
     dataset = datasets.build_dataset(config, seed)
     preprocessing = Preprocessing(
         image_size=config.image_size,
@@ -239,12 +212,15 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         split: {"images": len(images.labels), "digest": images.digest()}
         for split, images in (("train", train), ("val", val))
     }
-    val = _resized(val, preprocessing.resize_size)
-    if not config.augment.random_resized_crop:
-        train = _resized(train, preprocessing.resize_size)
+    if isinstance(val, ImageArray):
+        val = ImageArray(resized_up_front(val.images, preprocessing.resize_size), val.labels)
+    if isinstance(train, ImageArray) and not config.augment.random_resized_crop:
+        train = ImageArray(resized_up_front(train.images, preprocessing.resize_size), train.labels)
     train_view = training_view(train, config, preprocessing, device)
     val_view, calibration_view = (plain_view(images, AugmentConfig(), preprocessing) for images in (val, train))
-    workers = _default_workers(train) if config.workers is None else config.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usual = 0 if isinstance(train, ImageArray) else min(8, max(1, cores // ranks_here()))
+    workers = usual if config.workers is None else config.workers
     make = partial(Loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
 
@@ -253,8 +229,8 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         return make(calibration_view, order, config.batch_size, persistent=False, alone=alone)
 
     return Data(
-        train=make(train_view, EpochOrder(len(train_view), seed), config.batch_size, whole=True),
-        val=make(val_view, EpochOrder(range(len(val_view))), config.eval_batch_size or 2 * config.batch_size),
+        train=make(train_view, EpochOrder(len(train.labels), seed), config.batch_size, whole=True),
+        val=make(val_view, EpochOrder(range(len(val.labels))), config.eval_batch_size or 2 * config.batch_size),
         calibration=calibration,
         classes=dataset.classes,
         image_shape=(3, config.image_size, config.image_size),
@@ -266,26 +242,12 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 def _limited(images: Images, limit: int | None, split: str) -> Images:
     # A random choice, the same for every seed, so that runs can be compared.
     count = len(images.labels)
-    if limit is None:
-        return images
-    if limit >= count:
+    if limit is not None and limit >= count:
         logger.warning("data.limit_%s: %d has no effect; there are %d images", split, limit, count)
+    if limit is None or limit >= count:
         return images
     chosen = torch.randperm(count, generator=seeded_generator(0, f"limit_{split}"))[:limit]
     return images.subset(chosen.sort().values)
-
-
-def _resized(images: Images, resize_size: int) -> Images:
-    if not isinstance(images, ImageArray):
-        return images
-    return ImageArray(resized_up_front(images.images, resize_size), images.labels)
-
-
-def _default_workers(images: Images) -> int:
-    if isinstance(images, ImageArray):
-        return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(1, cores // ranks_here()))
 
 
 def _collate(samples: list[Sample] | Batch, channels_last: bool) -> Batch:

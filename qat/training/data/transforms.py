@@ -1,8 +1,8 @@
 """From a stored image to the model's input: augmentation, geometry, normalisation.
 
-A pipeline takes one image, a PIL image (from a file) or a uint8 tensor (from a set in memory), and returns a normalised
-float32 tensor with 3 channels. Its augmentation is torchvision's, which takes seconds to import; validation's part is
-the same operations without it. Random numbers are of torch's global CPU generator, seeded for each image.
+A pipeline takes a PIL image (from a file) or a uint8 tensor (from a set in memory), and returns a normalised float32
+tensor with 3 channels. Augmentation is torchvision's, which takes seconds to import; validation does without. Random
+numbers are of torch's global CPU generator, seeded for each image.
 
 For sets in memory `BatchTransform` does a whole batch: image by image costs about 100 microseconds each in Python, as
 much as a small network's share of a step. Its random numbers are a hash of each image's own seed, so that they depend
@@ -26,9 +26,7 @@ from qat.training.config.schema import AugmentConfig
 Picture: TypeAlias = Image.Image | Tensor
 Channels: TypeAlias = tuple[float, float, float]
 Transform: TypeAlias = Callable[[Picture], Tensor]
-
-MAX_RESIZED_BYTES = 512 * 2**20
-"""Sets in memory are resized up front only if the result has at most this many bytes."""
+MAX_RESIZED_BYTES = 512 * 2**20  # sets in memory are resized up front only if the result has at most this many bytes
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class ToInput:
         self.std = torch.tensor(std).mul(255).view(3, 1, 1)
 
     def __call__(self, picture: Picture) -> Tensor:
-        """Normalise one image; a single channel is repeated."""
         pixels: Tensor = picture if isinstance(picture, Tensor) else pixels_of(picture)
         coloured = pixels.expand(*pixels.shape[:-3], 3, -1, -1)
         mean, std = self.mean.to(pixels.device), self.std.to(pixels.device)
@@ -112,7 +109,6 @@ class Cutout:
         self.side = side
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Cut out of one normalised image (3, H, W), in place."""
         top, left = (int(torch.randint(length, ())) - self.side // 2 for length in image.shape[1:])
         image[:, max(0, top) : max(0, top + self.side), max(0, left) : max(0, left + self.side)] = 0
         return image
@@ -214,8 +210,7 @@ class BatchTransform:
                 for stream, length in zip((TOP, LEFT), images.shape[2:], strict=True)
             )
         elif not self.augment.horizontal_flip:
-            y, x = (round((length - size) / 2) for length in images.shape[2:])
-            return images[:, :, y : y + size, x : x + size]
+            return torch.as_tensor(cropped(images, size))
         else:
             top, left = (torch.full_like(seeds, round((length - size) / 2)) for length in images.shape[2:])
         steps = torch.arange(size, device=images.device)

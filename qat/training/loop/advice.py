@@ -13,11 +13,8 @@ from qat.training.loop.stage import StageRun, key_of
 OF_ANY_LENGTH = ("epochs", "optimizer", "lr", "schedule", "progressive", "bn_reestimate")
 """Settings that a stage without epochs may have: they are set by bits, or have an effect there."""
 
-SIGMAS = 2.0
-"""Differences count from this many standard deviations on, given the size of the validation split."""
-
-START_LEFT = 0.5
-"""From this share of the start on, which is decay ** steps, averaged weights are those of no training."""
+SIGMAS = 2.0  # differences count from this many standard deviations on, given the size of the validation split
+START_LEFT = 0.5  # from this share of the start on, which is decay ** steps, averaged weights are those of no training
 
 
 def without_effect(run: StageRun) -> list[str]:
@@ -85,8 +82,7 @@ def _untrained(stage: StageConfig, key: str) -> list[str]:
     ]  # fmt: skip
     if isinstance(stage, QATStageConfig) and stage.progressive:
         return []  # the stages before it use them
-    have = "has" if len(named) == 1 else "have"
-    return [f"{', '.join(named)} {have} no effect: {key}.epochs is 0"] if named else []
+    return [f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect: {key}.epochs is 0"] if named else []
 
 
 def too_slow(run: StageRun) -> list[str]:

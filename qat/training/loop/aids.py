@@ -45,12 +45,13 @@ class Aids:
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
         self.oscillations: Oscillations | None = None
         self.gradual: GradualQuantization | None = None
-        if isinstance(stage, QATStageConfig) and stage.oscillation is not None:
-            with value_errors_reported("qat.oscillation: "):
-                self.oscillations = Oscillations(model, **stage.oscillation.model_dump())
-        if isinstance(stage, QATStageConfig) and stage.gradual is not None and quantizers:  # float has QAT's settings
-            with value_errors_reported("qat.gradual: "):
-                self.gradual = GradualQuantization(model, **stage.gradual.model_dump())
+        if isinstance(stage, QATStageConfig):
+            if stage.oscillation is not None:
+                with value_errors_reported("qat.oscillation: "):
+                    self.oscillations = Oscillations(model, **stage.oscillation.model_dump())
+            if stage.gradual is not None and quantizers:  # float has QAT's settings
+                with value_errors_reported("qat.gradual: "):
+                    self.gradual = GradualQuantization(model, **stage.gradual.model_dump())
         self.annealed = [q for q in quantizers if type(q).set_progress is not Quantizer.set_progress]
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
@@ -87,7 +88,6 @@ class Aids:
         return added
 
     def after_step(self) -> None:
-        """What follows the optimizer's step."""
         if self.oscillations is not None:
             self.oscillations.update(self.progress)
 
@@ -111,7 +111,6 @@ class Aids:
         return {} if self.oscillations is None else {"oscillations": self.oscillations.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         if self.oscillations is not None:
             self.oscillations.load_state_dict(state["oscillations"])
 

@@ -32,9 +32,7 @@ from qat.training.run.exit_status import SignalledError, signals_deferred
 from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
 
-AUXILIARY_WEIGHT = 0.3
-"""Weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)."""
-
+AUXILIARY_WEIGHT = 0.3  # weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -54,22 +52,37 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
         for sentence in without_effect(run):
             run.log.say(f"{run.name}: {sentence}")
     if run.stage.epochs == 0:
-        return _validate_untrained(run)
+        if note := settle_statistics(run, 0):
+            run.log.say(f"{run.name}: {note}")
+        evaluation = _validate(run)
+        if not math.isfinite(evaluation.loss):
+            raise UserError(
+                f"{run.name}: the validation loss is {evaluation.loss} without any training; try other weights"
+                " (model.weights, model.checkpoint)"
+            )
+        if run.keep_best:
+            _save(run, BEST_CHECKPOINT, 0, evaluation)
+        return evaluation
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     training = Training(run)
-    training.say_what_is_special()
+    run.log.say(f"{run.name}: {describe_groups(training.optimizer)}")
+    if run.wants_graphs and not run.in_graphs:
+        run.log.say(f"{run.name}: steps run without CUDA graphs, slower: {run.graphs_refused}")
+    if training.aids.oscillations is not None and (left_out := training.aids.oscillations.left_out):
+        name, why = next(iter(left_out.items()))
+        run.log.say(f"{run.name}: qat.oscillation leaves out {len(left_out)} weights; that of {name!r} {why}")
     if state is not None:
         training.load(state)
-    evaluation = None
+    last: Evaluation | None = None
     with signals_deferred() as training.signals:
         for epoch in range(state.epoch if state else 0, run.stage.epochs):
-            evaluation = training.epoch(epoch)
+            last = training.epoch(epoch)
     if training.ema is not None:
         training.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
     share_state(run.model)
-    return evaluation or _validate(run)
+    return last or _validate(run)
 
 
 class Training:
@@ -88,8 +101,7 @@ class Training:
         self.forward: Forward | None = None
         """What steps call, from the first on: the model, in CUDA graphs, compiled or as it is."""
         self.recorded_for: list[Any] = []
-        self.evaluation: Forward | None = None
-        """What evaluations call; the model itself without CUDA graphs."""
+        self.evaluation: Forward | None = None  # what evaluations call; the model itself without CUDA graphs
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
         self.done, self.whole, self.window = 0, Meter(), Meter()
@@ -98,35 +110,7 @@ class Training:
         if rank():
             torch.manual_seed(run.config.seed + rank())  # dropout draws for its images alone
 
-    def say_what_is_special(self) -> None:
-        """The groups of parameters, what runs slower, and the weights that oscillation leaves out."""
-        self.run.log.say(f"{self.run.name}: {describe_groups(self.optimizer)}")
-        if self.run.wants_graphs and not self.run.in_graphs:
-            self.run.log.say(f"{self.run.name}: steps run without CUDA graphs, slower: {self.run.graphs_refused}")
-        left_out = {} if self.aids.oscillations is None else self.aids.oscillations.left_out
-        for name, why in list(left_out.items())[:1]:
-            self.run.log.say(
-                f"{self.run.name}: qat.oscillation leaves out {len(left_out)} weights; that of {name!r} {why}"
-            )
-
-    def state(self, epoch: int) -> StageState:
-        """What a resumed run needs besides the model."""
-        return StageState(
-            epoch=epoch,
-            step=self.done,
-            meters=[self.whole.sums(), self.window.sums()],
-            best_top1=self.best_top1,
-            optimizer=self.optimizer.state_dict(),
-            schedule=self.schedule.state_dict(),
-            scaler=self.scaler.state_dict(),
-            ema=None if self.ema is None else self.ema.state_dict(),
-            rng=of_all_ranks(capture_rng(self.run.device)),
-            aids=self.aids.state_dict(),
-            watch=self.watch.state_dict(),
-        )
-
     def load(self, state: StageState) -> None:
-        """Go on from a `state`."""
         self.optimizer.load_state_dict(state.optimizer)
         self.schedule.load_state_dict(state.schedule)
         # The saved rates are of the schedule's old length, if the stage has more epochs now.
@@ -144,7 +128,6 @@ class Training:
             restore_rng(state.rng[rank()], self.run.device)
 
     def epoch(self, epoch: int) -> Evaluation:
-        """Train, evaluate, save and log one epoch."""
         run = self.run
         self.steps(epoch)
         training, self.done = self.whole, 0
@@ -166,7 +149,6 @@ class Training:
         return evaluation
 
     def left(self, epoch: int) -> str:
-        """The time that the run still takes."""
         own = (self.run.stage.epochs - epoch) * self.run.steps_per_epoch - (self.done or self.run.steps_per_epoch)
         return self.pace.left(own + self.run.later_steps)
 
@@ -174,7 +156,12 @@ class Training:
         """Write last.pt, after whole epochs or within one."""
         self.aids.before_evaluation()  # a checkpoint is of the whole model on its grids
         share_state(self.run.model)
-        _save(self.run, LAST_CHECKPOINT, epoch, evaluation, vars(self.state(epoch)), statistics)
+        state = StageState(
+            epoch, self.done, [self.whole.sums(), self.window.sums()], self.best_top1, self.optimizer.state_dict(),
+            self.schedule.state_dict(), self.scaler.state_dict(), None if self.ema is None else self.ema.state_dict(),
+            of_all_ranks(capture_rng(self.run.device)), self.aids.state_dict(), self.watch.state_dict(),
+        )  # fmt: skip
+        _save(self.run, LAST_CHECKPOINT, epoch, evaluation, vars(state), statistics)
         self.saved = time.monotonic()
 
     def save_if_due(self, epoch: int) -> None:
@@ -185,16 +172,14 @@ class Training:
         elif every is not None:
             due = time.monotonic() - self.saved >= 60 * int(every.removesuffix("min"))
         due = due and self.done < self.run.steps_per_epoch  # else an evaluation and its last.pt are next
-        [wanted] = largest(due or bool(self.signals))
-        if wanted:
+        if largest(due or bool(self.signals))[0]:
             self.read(epoch)
             self.save(epoch)
             self.end_if_asked()
 
     def end_if_asked(self) -> None:
         """Raise the signal that was sent to a rank, on all of them."""
-        [asked] = largest(max(self.signals, default=0))
-        if asked:
+        if asked := largest(max(self.signals, default=0))[0]:
             raise SignalledError(asked)
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -211,7 +196,11 @@ class Training:
         run.train.set_epoch(run.epochs_before + epoch, self.done * run.stage.accumulate)
         run.model.train()
         self.aids.student.train()
-        _freeze(run, epoch)
+        if isinstance(run.stage, QATStageConfig):
+            if run.stage.freeze_bn_epoch is not None:
+                freeze_batch_norm(run.model, epoch >= run.stage.freeze_bn_epoch)
+            if run.stage.freeze_scales_epoch is not None and any(isinstance(m, Quantizer) for m in run.model.modules()):
+                freeze_scales(run.model, epoch >= run.stage.freeze_scales_epoch)
         present = switches(run.model)
         if present != self.recorded_for:  # no graph, compiled code or DistributedDataParallel follows a change of them
             self.model, self.forward, self.recorded_for = self.aids.student, None, present
@@ -228,14 +217,17 @@ class Training:
                     group = [run.mixing(images, labels) for images, labels in group]
                 lr = self.optimizer.param_groups[0]["lr"]
                 self.aids.before_step((epoch * steps + number - 1) / max(run.stage.epochs * steps - 1, 1))
-                row, self.window.added = self.step(group, watched=self.watch.is_due(number, steps))
+                due = number % run.config.log_every == 0 or number == steps
+                row, self.window.added = self.step(group, watched=bool(self.watch.quantizers) and due)
                 self.window.rows.append(row)
                 self.window.sizes.append(count * sum(len(labels) for _, labels in group))
                 self.done, self.pace.steps = number, self.pace.steps + 1
-                if number % run.config.log_every == 0 or number == steps:
+                if due:
                     curves = self.read(epoch, self.watch.curves())
                     log_window(run, run.step(epoch, number), self.window, lr, self.watch.worth_drawing(curves))
-                    bar.set_postfix_str(f"loss {self.window.mean_loss:.3f}, run: {self.left(epoch)}", refresh=False)
+                    bar.set_postfix_str(
+                        f"loss {self.window.results['loss']:.3f}, run: {self.left(epoch)}", refresh=False
+                    )
                     self.whole.merge(self.window)
                     self.window = Meter()
                 self.save_if_due(epoch)
@@ -248,7 +240,6 @@ class Training:
         return values
 
     def on_device(self, batch: Any) -> Batch:
-        """The batch on the device, in its memory format."""
         return to_device(batch, self.run.device, channels_last=self.run.config.channels_last)
 
     def step(self, group: list[Batch], watched: bool = False) -> tuple[Tensor, list[str]]:
@@ -316,32 +307,9 @@ class Training:
         return loss, {**watched, LOGITS: logits}
 
 
-def _freeze(run: StageRun, epoch: int) -> None:
-    if isinstance(run.stage, QATStageConfig):
-        if run.stage.freeze_bn_epoch is not None:
-            freeze_batch_norm(run.model, epoch >= run.stage.freeze_bn_epoch)
-        if run.stage.freeze_scales_epoch is not None and any(isinstance(m, Quantizer) for m in run.model.modules()):
-            freeze_scales(run.model, epoch >= run.stage.freeze_scales_epoch)
-
-
 def _validate(run: StageRun, forward: Forward | None = None) -> Evaluation:
     progress, layout = f"{run.name} validation", run.config.channels_last
     return evaluate(run.model, run.val, run.device, channels_last=layout, progress=progress, forward=forward)
-
-
-def _validate_untrained(run: StageRun) -> Evaluation:
-    note = settle_statistics(run, 0)
-    if note:
-        run.log.say(f"{run.name}: {note}")
-    evaluation = _validate(run)
-    if not math.isfinite(evaluation.loss):
-        raise UserError(
-            f"{run.name}: the validation loss is {evaluation.loss} without any training; try other weights"
-            " (model.weights, model.checkpoint)"
-        )
-    if run.keep_best:
-        _save(run, BEST_CHECKPOINT, 0, evaluation)
-    return evaluation
 
 
 def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, first_step: int | None = None) -> None:

@@ -40,9 +40,8 @@ def evaluate(
 ) -> Evaluation:
     """Run a model over a split in eval mode; its mode and torch's random state are restored afterwards.
 
-    A `forward` is called in the model's place, a faster way through it.
-
-    Each rank brings its share of the split, and all get the results of the whole.
+    A `forward` is called in the model's place, a faster way through it. Each rank brings its share of the split, and
+    all get the results of the whole.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     truths: list[Tensor] = []
@@ -98,16 +97,10 @@ def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:
     return logits, auxiliary
 
 
-MIN_GAIN = 0.05
-"""New statistics are kept if the loss falls by at least this share, and by at least `MIN_ABSOLUTE_GAIN`."""
-
+MIN_GAIN = 0.05  # new statistics are kept if the loss falls by at least this share, and by at least `MIN_ABSOLUTE_GAIN`
 MIN_ABSOLUTE_GAIN = 0.01
-
-IMAGES = 5000
-"""Of a new estimate. Of a MobileNetV2 at 4 bits 1,000 cost half a point, 5,000 0.1."""
-
-EPOCH_OFFSET = 2**20
-"""Added to an epoch's number, for an order and for crops that no epoch of training has."""
+IMAGES = 5000  # of a new estimate. Of a MobileNetV2 at 4 bits 1,000 cost half a point, 5,000 0.1.
+EPOCH_OFFSET = 2**20  # added to an epoch's number, for an order and for crops that no epoch of training has
 
 
 def settle_statistics(run: StageRun, epochs: int) -> str:
@@ -125,9 +118,10 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
     if frozen_from is not None and epochs > frozen_from:  # training and evaluation use the same
         return ""
     if choice == "auto":
-        before, kept = _loss(run, run.sample), copied_statistics(run.model)
+        layout, kept = run.config.channels_last, copied_statistics(run.model)
+        before = evaluate(run.model, run.sample, run.device, channels_last=layout).loss
         _reestimate(run, epochs, len(run.sample))
-        trial = _loss(run, run.sample)
+        trial = evaluate(run.model, run.sample, run.device, channels_last=layout).loss
         if math.isfinite(before) and not before - trial > max(MIN_GAIN * before, MIN_ABSOLUTE_GAIN):
             restore_statistics(run.model, kept)
             return ""
@@ -135,19 +129,14 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
     return f"statistics of {count} BatchNorms estimated anew"
 
 
-def _loss(run: StageRun, batches: Batches) -> float:
-    return evaluate(run.model, batches, run.device, channels_last=run.config.channels_last).loss
+def _reestimate(run: StageRun, epochs: int, count: int) -> int:
+    def images() -> Iterator[Tensor]:
+        for batch in itertools.islice(run.train, count):
+            x, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
+            if len(labels) > 1 or run.config.data.batch_size == rank_count():
+                yield x if run.mixing is None else run.mixing(x, labels)[0]
 
-
-def _reestimate(run: StageRun, epochs: int, batches: int) -> int:
     run.train.set_epoch(EPOCH_OFFSET + run.epochs_before + epochs)
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(epochs)  # of the mixing
-        return reestimate_batch_norm(run.model, _images(run, itertools.islice(run.train, batches)))
-
-
-def _images(run: StageRun, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    for batch in batches:
-        images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
-        if len(labels) > 1 or run.config.data.batch_size == rank_count():
-            yield images if run.mixing is None else run.mixing(images, labels)[0]
+        return reestimate_batch_norm(run.model, images())

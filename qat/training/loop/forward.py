@@ -27,8 +27,7 @@ from qat.training.run.exit_status import is_memory_shortage
 logger = logging.getLogger("qat")
 
 Forward: TypeAlias = Callable[[Tensor], Any]
-LossOf: TypeAlias = Callable[[Forward], Tensor]
-"""The loss of a batch, which goes through the given forward."""
+LossOf: TypeAlias = Callable[[Forward], Tensor]  # the loss of a batch, which goes through the given forward
 
 
 def check_graphs(device: torch.device, cuda_graphs: str | bool) -> None:
@@ -82,9 +81,7 @@ def trial_step(model: nn.Module, forward: Forward, loss_of: LossOf) -> Step:
 
 _NAMES = ("forward_sync_buffers", "broadcast_buffers")  # the second is the older one, as in torch 2.11
 SYNC_BUFFERS = next(name for name in _NAMES if name in inspect.signature(DistributedDataParallel).parameters)
-
-ONE_BUCKET = 2**20
-"""Megabytes, more than any model's gradients have."""
+ONE_BUCKET = 2**20  # megabytes, more than any model's gradients have
 
 
 def averaged(model: nn.Module, loss_of: LossOf) -> nn.Module:
@@ -156,7 +153,19 @@ class EvaluationGraph:
         if self.layout is None and not is_watched(self.model):
             self.layout, expected = _layout(images), self.model(images)
             try:
-                self._record(images, expected)
+                self.images, self.graph = images.clone(), torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(self.graph):
+                    self.result = self.model(self.images)
+                self.graph.replay()
+                if not isinstance(expected, Tensor):
+                    what = type(expected).__name__
+                    raise TypeError(f"the model returns a {what}, and a graph is compared by one tensor")
+                off = (self.result - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+                if not bool(off <= LARGEST_GAP):
+                    raise ValueError(
+                        f"in a graph the model answers otherwise, by {float(off):.2g} of the largest value"
+                    )
             except Exception as error:
                 if is_memory_shortage(error):
                     raise
@@ -167,18 +176,6 @@ class EvaluationGraph:
         self.images.copy_(images)
         self.graph.replay()
         return self.result
-
-    def _record(self, images: Tensor, expected: Any) -> None:
-        self.images, self.graph = images.clone(), torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
-            self.result = self.model(self.images)
-        self.graph.replay()
-        if not isinstance(expected, Tensor):
-            raise TypeError(f"the model returns a {type(expected).__name__}, and a graph is compared by one tensor")
-        off = (self.result - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-        if not bool(off <= LARGEST_GAP):
-            raise ValueError(f"in a graph the model answers otherwise, by {float(off):.2g} of the largest value")
 
 
 def _layout(images: Tensor) -> Any:

@@ -1,6 +1,7 @@
 """The curves and lines of a stage: sums over training images, what its quantizers learn, a line per epoch."""
 
-import resource
+import importlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +21,8 @@ from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import StageRun, rate_key
 from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
-CORRECT = 1
-"""The column of a step's row that is a sum over images; the others are means."""
+resource: Any = importlib.import_module("resource") if os.name == "posix" else None  # Windows has none
+CORRECT = 1  # the column of a step's row that is a sum over images; the others are means
 
 
 @dataclass
@@ -41,19 +42,10 @@ class Meter:
     since: float = field(default_factory=time.perf_counter)
 
     @property
-    def mean_loss(self) -> float:
-        """Mean loss of the images so far."""
-        return self.loss / self.images
-
-    @property
-    def top1(self) -> float:
-        """Accuracy on the images so far, in percent, in training mode."""
-        return 100.0 * self.correct / self.images
-
-    @property
-    def images_per_second(self) -> float:
-        """Speed, including data loading."""
-        return self.images / self.seconds
+    def results(self) -> dict[str, float]:
+        """Mean loss, accuracy in percent in training mode, and speed including data loading, of the images so far."""
+        top1, speed = 100.0 * self.correct / self.images, self.images / self.seconds
+        return {"loss": self.loss / self.images, "top1": top1, "images_per_second": speed}
 
     def read(self, curves: Mapping[str, Tensor] | None = None) -> tuple[list[float], dict[str, float]]:
         """Wait for the device, and add the rows (loss, correct, gradient norm, added ...) up.
@@ -87,12 +79,8 @@ class Meter:
         return {key: value for key, value in vars(self).items() if key not in ("rows", "sizes", "since")}
 
     def merge(self, other: "Meter") -> None:
-        """Add another meter's sums."""
-        self.loss += other.loss
-        self.correct += other.correct
-        self.images += other.images
-        self.seconds += other.seconds
-        self.waited += other.waited
+        for key in ("loss", "correct", "images", "seconds", "waited"):
+            setattr(self, key, getattr(self, key) + getattr(other, key))
 
 
 def arriving(batches: Iterable[Any], window: Callable[[], Meter]) -> Iterator[Any]:
@@ -108,12 +96,9 @@ def arriving(batches: Iterable[Any], window: Callable[[], Meter]) -> Iterator[An
 
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float, more: Mapping[str, float]) -> None:
-    """Log the metrics of the last few steps, and more curves."""
     curves = {
-        "loss": window.mean_loss,
-        "top1": window.top1,
+        **window.results,
         "lr": lr,
-        "images_per_second": window.images_per_second,
         "data_wait": window.waited / window.seconds,
         "memory_mb": peak_memory(run.device) / 1e6,
         **{name: total / window.images for name, total in zip(window.added, window.losses, strict=True)},
@@ -128,18 +113,25 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes so far: that torch has taken on a CUDA device, or that the process has taken of the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if resource is None:
+        return 0
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, left: str, note: str = "") -> None:
     """Log the validation metrics, and print one line about the epoch, with the time left and the note at its end."""
     run.log.scalars(run.name, "val", {"loss": validation.loss, "top1": validation.top1}, run.step(epoch + 1))
-    parts = (
+    parts = [
         f"{run.name} {epoch + 1}/{run.stage.epochs}: val top1 {validation.top1:.2f} %, loss {validation.loss:.3f}",
-        f"train {training.top1:.2f} %, {training.mean_loss:.3f}",
-        f"{training.images_per_second:.0f} images/s",
-        *(left, note, _floor_note(run)),
-    )
+        "train {top1:.2f} %, {loss:.3f}; {images_per_second:.0f} images/s".format(**training.results),
+        *(left, note),
+    ]
+    counts = scales_at_minimum(run.model)
+    resting, total = (sum(each) for each in zip(*counts.values(), strict=True)) if counts else (0, 0)
+    if resting:
+        most, rate = max(counts, key=lambda name: counts[name][0]), rate_key(run.config, run.name)
+        what = f"{resting:,} of {total:,} learned scales rest on their floor ({most} has most)"
+        parts.append(f"{what}: a lower {rate} or qat.quantizer_lr_factor may help")
     run.log.say("; ".join(filter(None, parts)))
 
 
@@ -163,18 +155,6 @@ class Pace:
         return "" if not steps else f"{words if seconds >= 90 else f'{seconds:.0f} s'} left"
 
 
-def _floor_note(run: StageRun) -> str:
-    counts = scales_at_minimum(run.model)
-    resting, total = (sum(each) for each in zip(*counts.values(), strict=True)) if counts else (0, 0)
-    if not resting:
-        return ""
-    worst = max(counts, key=lambda name: counts[name][0])
-    return (
-        f"{resting:,} of {total:,} learned scales rest on their floor ({worst} has most): a lower"
-        f" {rate_key(run.config, run.name)} or qat.quantizer_lr_factor may help"
-    )
-
-
 AT_FLOOR = f"{OF_QUANTIZERS}at_floor/"
 
 
@@ -192,10 +172,6 @@ class Watch:
         self.rested = set[str]()
         self.codes: dict[str, Tensor] = {}
         self.directions: dict[str, Tensor] = {}
-
-    def is_due(self, number: int, last: int) -> bool:
-        """Whether a point follows this step of an epoch."""
-        return bool(self.quantizers) and (number % self.run.config.log_every == 0 or number == last)
 
     def keep_gradients(self) -> None:
         """Take note of the gradients of a step, before they are gone."""
@@ -221,7 +197,6 @@ class Watch:
         return {"rested": sorted(self.rested), "codes": self.codes, "directions": self.directions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         self.rested = set(state["rested"])
         for kept, saved in ((self.codes, state["codes"]), (self.directions, state["directions"])):
             kept.update({name: values.to(self.run.device) for name, values in saved.items()})

@@ -15,8 +15,7 @@ from qat.training.errors import UserError
 OWN_OF_QAT = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay", "weight_decay_by_bits")
 """Keys of `qat` that are also arguments of `qat.parameter_groups`."""
 
-WARMUP_START = 0.01
-"""Start of the warm-up, as a share of the peak learning rate."""
+WARMUP_START = 0.01  # start of the warm-up, as a share of the peak learning rate
 
 
 def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimizer:
@@ -32,10 +31,9 @@ def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimiz
     if isinstance(stage, QATStageConfig):
         own = {key: getattr(stage, key) for key in OWN_OF_QAT}
         of_quantizers = stage.quantizer_optimizer or stage.optimizer
+    own["norm_weight_decay"] = stage.norm_weight_decay
     parts: dict[str, list[dict[str, Any]]] = {}
-    for group in parameter_groups(
-        model, stage.lr, stage.weight_decay, norm_weight_decay=stage.norm_weight_decay, **own
-    ):
+    for group in parameter_groups(model, stage.lr, stage.weight_decay, **own):
         kind = of_quantizers if group["name"].startswith("quantizers") else stage.optimizer
         parts.setdefault(kind, []).append(group)
     built = [_optimizer(kind, part, stage) for kind, part in parts.items()]
@@ -49,9 +47,8 @@ def _optimizer(kind: str, groups: list[dict[str, Any]], stage: StageConfig) -> t
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     if kind == "adamw":
         return torch.optim.AdamW(groups, lr=stage.lr, fused=fused or None)
-    optimizer = torch.optim.SGD(
-        groups, lr=stage.lr, momentum=stage.momentum, nesterov=stage.momentum > 0, fused=fused or None
-    )
+    momentum, nesterov = stage.momentum, stage.momentum > 0
+    optimizer = torch.optim.SGD(groups, lr=stage.lr, momentum=momentum, nesterov=nesterov, fused=fused or None)
     if stage.momentum:
         # torch's fused step leaves a buffer without values where a gradient scaler skips the first one, as it mostly
         # does, and takes no parameter whose first gradient comes later than others'.
@@ -61,7 +58,6 @@ def _optimizer(kind: str, groups: list[dict[str, Any]], stage: StageConfig) -> t
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> str:
-    """The groups of parameters with their peak rates and decays, for the log."""
     groups = [
         f"{group['name']} at lr {group['initial_lr']:g}"
         + (f" with decay {group['weight_decay']:g}" if group["weight_decay"] else "")
@@ -104,11 +100,9 @@ class TwoOptimizers(torch.optim.Optimizer):
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of the parts, in their order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = self._groups()  # a part that loads has new dictionaries

@@ -41,39 +41,32 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Call `qat.prepare` with the config's recipe, and try what the export will ask, so that errors show early."""
+    """Call `qat.prepare` with the config's recipe."""
     try:
-        return _prepared(model, config, image_shape)
-    except UserError as error:
-        absent = [name for name in config.imports if name not in sys.modules]
-        if not absent:
-            raise
-        raise UserError(
-            f"{error}; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
-            f" {' --import '.join(absent)}), for no code is imported because a file names it"
-        ) from error
-
-
-def _prepared(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    recipe = build_recipe(config.quantization)
-    for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
-        with value_errors_reported(f"quantization.{tensor}.rule: "):
-            quantizer_class(spec.rule)
-    example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
-    try:
+        recipe = build_recipe(config.quantization)
+        for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
+            with value_errors_reported(f"quantization.{tensor}.rule: "):
+                quantizer_class(spec.rule)
+        example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnwritableWarning)  # hours of training would end without a file
             prepared = qat.prepare(model, recipe, example)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
-    except (ValueError, UnwritableWarning) as error:
-        raise UserError(f"{config.model.name}: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
-        raise UserError(f"model.name: {config.model.name} cannot be prepared ({reason(error)})") from error
-    _rehearse(prepared, config.export.onnx)
+        said = f"model.name: {config.model.name} cannot be prepared ({reason(error)})"
+        if isinstance(error, UserError | ValueError | UnwritableWarning):
+            said = str(error) if isinstance(error, UserError) else f"{config.model.name}: {error}"
+        if absent := [name for name in config.imports if name not in sys.modules]:
+            said += (
+                f"; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
+                f" {' --import '.join(absent)}), for no code is imported because a file names it"
+            )
+        raise UserError(said) from error
     return prepared
 
 
-def _rehearse(prepared: nn.Module, exports: bool) -> None:
+def rehearse(prepared: nn.Module, exports: bool) -> None:
+    """Try each quantizer, and what the export will ask, so that errors show before any training."""
     copied = copy.deepcopy(prepared).float().cpu()
     quantizers = {name: each for name, each in copied.named_modules() if isinstance(each, qat.Quantizer)}
     for name, quantizer in quantizers.items():
@@ -90,21 +83,14 @@ def _rehearse(prepared: nn.Module, exports: bool) -> None:
         try:
             check_exportable(copied)
             for name, quantizer in quantizers.items():
-                if quantizer.role == "weight":
-                    _check_container(name, quantizer)
+                low, high = quantizer.bounds()
+                if quantizer.role == "weight" and max(high, -low) > 127:  # int8, negated where gamma < 0
+                    narrow = "signed=true and narrow_range=true, " if high - low < 256 and high != -low else ""
+                    what = f"{low} to {high}, negated where gamma < 0, do not fit int8"
+                    raise ValueError(f"{name!r}: integers {what}; use {narrow}fewer bits")
         except ValueError as error:
             sentence = str(error).removeprefix("export_onnx: ")
             raise UserError(f"quantization: {sentence}; or set export.onnx=false") from error
-
-
-def _check_container(name: str, quantizer: qat.Quantizer) -> None:
-    # Weights are stored in int8, negated where gamma < 0.
-    low, high = quantizer.bounds()
-    if max(high, -low) > 127:
-        narrow = "signed=true and narrow_range=true, " if high - low < 256 and high != -low else ""
-        raise ValueError(
-            f"{name!r}: integers {low} to {high}, negated where gamma < 0, do not fit int8; use {narrow}fewer bits"
-        )
 
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:

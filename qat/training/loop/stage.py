@@ -35,7 +35,6 @@ class TrainBatches(Batches, Protocol):
 
 
 def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
-    """Optimizer steps of the stage in one pass over the batches."""
     return math.ceil(len(train) / stage.accumulate)
 
 
@@ -64,7 +63,6 @@ class StageRun:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch."""
         return steps_per_epoch(self.stage, self.train)
 
     @property
@@ -145,22 +143,14 @@ def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
 
 def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageConfig:
     """How the stage trains: as the last one, but for its epochs and rate; nothing is frozen yet."""
-    return config.model_copy(
-        update={
-            "epochs": stage.epochs,
-            "lr": config.lr if stage.lr is None else stage.lr,
-            "warmup_epochs": min(config.warmup_epochs, stage.epochs),
-            "freeze_bn_epoch": None,
-            "freeze_scales_epoch": None,
-            "oscillation": None,
-        }
-    )
+    own: dict[str, Any] = {"epochs": stage.epochs, "lr": config.lr if stage.lr is None else stage.lr}
+    own |= {"warmup_epochs": min(config.warmup_epochs, stage.epochs)}
+    own |= dict.fromkeys(("freeze_bn_epoch", "freeze_scales_epoch", "oscillation"))
+    return config.model_copy(update=own)
 
 
 def float_counterpart(config: QATStageConfig) -> QATStageConfig:
     """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher."""
     epochs = config.epochs + sum(stage.epochs for stage in config.progressive)
-    teacher = config.distillation
-    if teacher is not None and teacher.teacher is None:
-        teacher = None
-    return config.model_copy(update={"epochs": epochs, "oscillation": None, "distillation": teacher})
+    other = config.distillation if config.distillation and config.distillation.teacher else None
+    return config.model_copy(update={"epochs": epochs, "oscillation": None, "distillation": other})

@@ -1,14 +1,12 @@
 """What the report shows of the trained model besides its curves: errors by layer, histograms, answers that changed."""
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from qat.analysis.cost import cost
@@ -23,19 +21,11 @@ from qat.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
-from qat.training.data.transforms import ToInput
 from qat.training.loop.evaluation import split_output, to_device
 
-IMAGES = 16
-"""For the errors of layers and for histograms."""
-
-ANSWERS = 5000
-"""Validation images whose answers are compared with the float model's, at most."""
-
-SHOWN = 24
-"""Images that are kept of those that were right before and are wrong now."""
-
-WORST, BINS, COSTS = 6, 128, ("name", "weight_bits", "activation_bits", "bops", "weight_bytes")
+IMAGES = 16  # for the errors of layers and for histograms
+ANSWERS = 5000  # validation images whose answers are compared with the float model's, at most
+WORST, BINS, COSTS = 6, 128, ("name", "weight_bits", "activation_bits")
 
 
 def analyse(
@@ -94,12 +84,17 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
             scale, zero_point = quantizer.grid(x)
             seen[quantizer] = histogram(x / scale + zero_point, quantizer)
 
+    def note_input(name: str, layer: Any, args: Any, kwargs: Any, y: Any) -> None:
+        quantizer = kwargs.get("input_quantizer") or getattr(layer, "input_quantizer", None)
+        if quantizer is not None:
+            inputs[name] = quantizer
+
     with evaluating(model), torch.no_grad(), ExitStack() as hooks:
         for name, module in model.named_modules():
             if isinstance(module, Quantizer) and module.role == "activation":
                 hooks.enter_context(module.register_forward_hook(note))
             if isinstance(module, QuantLayer) and name in names:
-                hooks.enter_context(module.register_forward_hook(_input_noted(inputs, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(note_input, name), with_kwargs=True))
         model(images)
     before, weights = dict(float_model.named_parameters()), dict(weights_of(model))
     found = []
@@ -117,15 +112,6 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
     return found
 
 
-def _input_noted(inputs: dict[str, Quantizer], name: str) -> Any:
-    def note(layer: Any, args: Any, kwargs: Any, y: Any) -> None:
-        quantizer = kwargs.get("input_quantizer") or getattr(layer, "input_quantizer", None)
-        if quantizer is not None:
-            inputs[name] = quantizer
-
-    return note
-
-
 def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None = None) -> dict[str, Any]:
     """Shares of values in equal bins, in steps of the grid, whose ends are `qmin` and `qmax`; `like` gives the bins."""
     qmin, qmax = quantizer.bounds()
@@ -141,31 +127,17 @@ def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None =
 
 @torch.no_grad()
 def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> dict[str, Any]:
-    """How often each answer became another one, and the images whose right answer was lost."""
+    """Count how often each answer became another one: rows of truth, answer before, answer now, images."""
     changes: Counter[tuple[int, int, int]] = Counter()
-    lost: list[dict[str, Any]] = []
     count = 0
     with evaluating(model), evaluating(float_model):
         for batch in data.val:
             images, labels = to_device(batch, device, channels_last=False)
             pair = [split_output(each(images), len(labels))[0].argmax(1) for each in (float_model, model)]
             rows = torch.stack((labels, *pair), 1).tolist()
-            for image, (truth, before, after) in zip(images, rows, strict=True):
-                if before != after:
-                    changes[truth, before, after] += 1
-                    if before == truth and len(lost) < SHOWN:
-                        answer = {"truth": data.classes[truth], "answer": data.classes[after]}
-                        lost.append({**answer, "png": as_png(image, data)})
+            changes.update((truth, before, after) for truth, before, after in rows if before != after)
             count += len(labels)
             if count >= ANSWERS:
                 break
     table = [[*classes, number] for classes, number in changes.most_common()]
-    return {"images": count, "classes": data.classes, "changes": table, "lost": lost}
-
-
-def as_png(image: Tensor, data: Data) -> str:
-    """A normalised image (3, H, W) as the picture that it was, a PNG in base64."""
-    kept, stream = data.preprocessing, io.BytesIO()
-    pixels = ToInput(kept.mean, kept.std).undone(image.cpu())
-    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(stream, "png")
-    return base64.b64encode(stream.getvalue()).decode()
+    return {"images": count, "classes": data.classes, "changes": table}

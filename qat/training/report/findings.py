@@ -10,50 +10,30 @@ from qat.training.report.run import ReportedRun
 from qat.training.run.folder import SENSITIVITY
 from qat.training.run.report import deviation_of
 
-FAR = 2.0
-"""A scale that grew or shrank by more than this factor has left what calibration found."""
-
-JUMP = 0.5
-"""Of a scale between two points of its curve, as a power of two; healthy ones move by percents."""
-
-LAG = 0.25
-"""Deviations; the statistics of settled BatchNorms are within 0.1 of the batches'."""
-
+FAR = 2.0  # a scale that grew or shrank by more than this factor has left what calibration found
+JUMP = 0.5  # of a scale between two points of its curve, as a power of two; healthy ones move by percents
+LAG = 0.25  # deviations; the statistics of settled BatchNorms are within 0.1 of the batches'
 CLIPPED, LEVELS, TURNING, WAITING = 0.05, 0.25, 0.05, 0.3
 """Shares from which on clipping, few levels (8 bits), weights that turn round, and waiting for data are named."""
 
 AT_FLOOR = 0.1
 """The share of a tensor's scales from which on it has collapsed; of many channels a few are dead in float too."""
 
-FEW_BITS = 4
-"""Below, much is clipped, and rightly so."""
-
-HURT = 25.0
-"""dB: clipping that leaves more is by a level or so, as of black pixels at the end of the range."""
-
-BEHIND = 12.0
-"""dB below the median of all layers, which is two bits."""
-
-MOST_BITS, DB_A_BIT = 8, 6.0
-"""What targets compute on at most, and what each bit less costs."""
-
-SHARE = 0.1
-"""A layer stands out in `sensitivity` only for this share of the whole cost."""
-
+FEW_BITS = 4  # below, much is clipped, and rightly so
+HURT = 25.0  # dB: clipping that leaves more is by a level or so, as of black pixels at the end of the range
+BEHIND = 12.0  # dB below the median of all layers, which is two bits
+MOST_BITS, DB_A_BIT = 8, 6.0  # what targets compute on at most, and what each bit less costs
+SHARE = 0.1  # a layer stands out in `sensitivity` only for this share of the whole cost
 RATES = ("qat.quantizer_lr_factor", "qat.quantizer_lr")
 
 
 def findings(run: ReportedRun) -> list[str]:
     """The sentences, the gravest first; none if nothing stands out."""
-    sick = [*_scales(run), *_statistics(run)]  # which show in tensors and layers too
-    return [*_proof(run), *sick, *_summary(run), *(() if sick else [*_tensors(run), *_layers(run)])]
-
-
-def _proof(run: ReportedRun) -> Iterator[str]:
-    if not run.summary:
-        yield "The run is not finished: what follows is what it has drawn so far."
+    first = [] if run.summary else ["The run is not finished: what follows is what it has drawn so far."]
     if run.summary.get("problem"):
-        yield f"The file is not the trained model: {run.summary['problem']}."
+        first.append(f"The file is not the trained model: {run.summary['problem']}.")
+    sick = [*_scales(run), *_statistics(run)]  # which show in tensors and layers too
+    return [*first, *sick, *_summary(run), *(() if sick else [*_tensors(run), *_layers(run)])]
 
 
 def _summary(run: ReportedRun) -> Iterator[str]:
@@ -71,20 +51,17 @@ def _summary(run: ReportedRun) -> Iterator[str]:
 
 
 def _scales(run: ReportedRun) -> Iterator[str]:
-    resting = {name: points[-1][1] for name, points in run.by_quantizer("at_floor").items() if points[-1][1] > AT_FLOOR}
-    if resting:
+    if resting := {name: share for name, share in _last(run, "at_floor").items() if share > AT_FLOOR}:
         yield (
             f"Scales have collapsed onto their floor in {_named(resting)}: all but small values are clipped there;"
             " lower qat.lr or the rate of the scales, or calibrate on more images."
         )
     curves = run.by_quantizer("scale")
-    moved = {name: abs(math.log2(max(points[-1][1], 1e-6))) for name, points in curves.items()}
-    jumps = {name: _largest_jump(points) for name, points in curves.items()}
-    far = {
-        name: value
-        for name, value in moved.items()
-        if (value > math.log2(FAR) or jumps[name] > JUMP) and name not in resting
-    }
+    moved = {name: abs(math.log2(max(value, 1e-6))) for name, value in _last(run, "scale").items()}
+    powers = {name: [0.0, *(math.log2(max(each, 1e-6)) for _, each in points)] for name, points in curves.items()}
+    jumps = {name: max(abs(b - a) for a, b in pairwise(values)) for name, values in powers.items()}
+    gone = {name for name in moved if moved[name] > math.log2(FAR) or jumps[name] > JUMP} - resting.keys()
+    far = {name: moved[name] for name in moved if name in gone}
     if far:
         given = next((key for key in RATES if run.settings.get(key) is not None), None)
         other = f"leave {given} out, or lower it" if given else f"lower qat.lr, or set {RATES[0]} below its default"
@@ -95,14 +72,8 @@ def _scales(run: ReportedRun) -> Iterator[str]:
         )
 
 
-def _largest_jump(points: list[tuple[int, float]]) -> float:  # as a power of two
-    values = [0.0, *(math.log2(max(value, 1e-6)) for _, value in points)]
-    return max((abs(b - a) for a, b in pairwise(values)), default=0.0)
-
-
 def _statistics(run: ReportedRun) -> Iterator[str]:
-    lag = {name: value for name, value in run.analysis.get("batch_norm", {}).items() if value > LAG}
-    if lag:
+    if lag := {name: value for name, value in run.analysis.get("batch_norm", {}).items() if value > LAG}:
         more = "set qat.bn_reestimate: always, or " * (run.settings.get("qat.bn_reestimate") != "always")
         yield (
             f"The running statistics of {len(lag)} BatchNorms are not those of the training batches ({_named(lag)}):"
@@ -115,26 +86,23 @@ def _tensors(run: ReportedRun) -> Iterator[str]:
     clipped = {name: low + last["clipped_high"].get(name, 0) for name, low in last["clipped_low"].items()}
     bits, sqnr = run.analysis.get("bits", {}), _last(run, "sqnr")
     hurt = {name for name in clipped if bits.get(name, 8) >= FEW_BITS and sqnr.get(name, 0) < HURT}
-    much = {name: clipped[name] for name in hurt if clipped[name] > CLIPPED}
-    if much:
-        inits = {run.settings.get(f"quantization.{tensor}.init") for tensor in ("weight", "activation")}
-        other = ", or with init: minmax" * (inits != {"minmax"})
+    inits = {run.settings.get(f"quantization.{tensor}.init") for tensor in ("weight", "activation")}
+    init = ", or with init: minmax" * (inits != {"minmax"})
+    freeze = "try qat.oscillation with freeze, or " * (run.settings.get("qat.oscillation.freeze") is None)
+    if much := {name: clipped[name] for name in hurt if clipped[name] > CLIPPED}:
         yield (
             f"More than {100 * CLIPPED:.0f} % of the values are clipped in {_named(much)}: the range is too narrow;"
-            f" calibrate on more images{other}."
+            f" calibrate on more images{init}."
         )
-    few = {name: -share for name, share in last["levels"].items() if share < LEVELS}
-    if few:
+    if few := {name: -share for name, share in last["levels"].items() if share < LEVELS}:
         yield (
             f"Less than {100 * LEVELS:.0f} % of the levels occur in {_named(few)}: a few large values stretch the"
             " range, or the tensor is nearly constant."
         )
-    turning = {name: share for name, share in last["oscillating"].items() if share > TURNING}
-    if turning:
-        other = "try qat.oscillation with freeze, or " * (run.settings.get("qat.oscillation.freeze") is None)
+    if turning := {name: share for name, share in last["oscillating"].items() if share > TURNING}:
         yield (
             f"More than {100 * TURNING:.0f} % of the weights still turn round at the end in {_named(turning)}:"
-            f" {other}a lower rate at the end."
+            f" {freeze}a lower rate at the end."
         )
     waited = [value for (name, tag), points in run.curves.items() if tag == "data_wait" for _, value in points]
     if waited and median(waited) > WAITING:
@@ -146,7 +114,7 @@ def _layers(run: ReportedRun) -> Iterator[str]:
     if len(local) < 3:
         return
     bits = {row["name"]: min(row["weight_bits"], row["activation_bits"]) for row in run.analysis.get("cost", [])}
-    measured = run.of_verb(SENSITIVITY)
+    measured = run.read(SENSITIVITY)
     rows = {row["name"]: row for row in measured.get("layers", [])}
     middle = median(local.values())
     behind = {

@@ -1,5 +1,6 @@
 """What a run shows at its end: `report.html`, a page that needs nothing else, and figures in TensorBoard."""
 
+import inspect
 import json
 from html import escape
 from pathlib import Path
@@ -11,8 +12,7 @@ from PIL import Image
 from qat.text import table
 from qat.training.config.file import dump_config, flat
 from qat.training.config.schema import RunConfig
-from qat.training.report.drawing import can_draw, rendered, styled
-from qat.training.report.figures import FIGURES
+from qat.training.report.figures import FIGURES, can_draw, rendered, styled
 from qat.training.report.findings import findings
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, replacing
@@ -20,28 +20,25 @@ from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
-
-MOST_CHANGES = 12
-"""Rows of the table of changed answers."""
-
+MOST_CHANGES = 12  # rows of the table of changed answers
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def write_report(path: Path, runs: list[ReportedRun], *, pictures: bool = False) -> list[str]:
-    """Write the page; with `pictures` also each figure as PNG beside it. What could not be shown, in sentences."""
+    """Write the page, with `pictures` also each figure as PNG beside it; return what could not be shown."""
     drawn: dict[str, list[str]] = {key: [] for key in FIGURES}
     said = [] if can_draw() else [NO_MATPLOTLIB]
-    for key, shown in ({} if said else FIGURES).items():
+    for key, draw in ({} if said else FIGURES).items():
         place = _picture(path.parent, key)
         if pictures:
             place.unlink(missing_ok=True)  # of an earlier report
         for run in runs:
             with styled():
-                figure = shown.draw(run)
+                figure = draw(run)
                 if figure is None:
                     continue
                 svg, picture = rendered(figure)
-            drawn[key].append(f"<div>{_run_name(run, runs)}{svg}</div>")
+            drawn[key].append(_part(run, runs, svg))
             if pictures:
                 place.parent.mkdir(exist_ok=True)
                 picture.save(place)
@@ -54,37 +51,28 @@ def _picture(folder: Path, key: str) -> Path:
     return folder / (RESULTS if key == "results" else f"{PICTURES}/{key}.png")
 
 
+def _part(run: ReportedRun, runs: list[ReportedRun], content: str) -> str:
+    return f"<div>{f'<h3>{escape(run.name)}</h3>' if len(runs) > 1 else ''}{content}</div>"
+
+
 def _page(runs: list[ReportedRun], drawn: dict[str, list[str]]) -> str:
-    title = " · ".join(run.name for run in runs)
-    sections = [
-        f'<section id="{key}"><h2>{shown.title}</h2><p class="healthy">{escape(shown.healthy)}</p>'
-        f'<div class="runs">{"".join(drawn[key])}</div></section>'
-        for key, shown in FIGURES.items()
-        if drawn[key]
-    ]
-    links = "".join(f'<a href="#{key}">{shown.title}</a>' for key, shown in FIGURES.items() if drawn[key])
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<nav>{links}<a href="#config">Config</a></nav>',
-        _side_by_side(runs, "summary", _overview),
-        f'<main class="{"one" if len(runs) == 1 else "several"}">{"".join(sections)}</main>',
-        _side_by_side(runs, "answers", _answers),
-        _side_by_side(runs, "config", _details),
-    ]
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><title>{escape(title)}</title><style>{CSS}</style>'
+    title = escape(" · ".join(run.name for run in runs))
+    links, figures = "", ""
+    for key in filter(drawn.get, FIGURES):
+        name, _, healthy = inspect.cleandoc(FIGURES[key].__doc__ or "").partition("\n\n")
+        links += f'<a href="#{key}">{name}</a>'
+        figures += f'<section id="{key}"><h2>{name}</h2><p class="healthy">{escape(healthy)}</p>'
+        figures += f'<div class="runs">{"".join(drawn[key])}</div></section>'
+    summary, answers, config = (
+        f'<section id="{key}"><div class="runs">{"".join(_part(run, runs, part(run)) for run in runs)}</div></section>'
+        for key, part in (("summary", _overview), ("answers", _answers), ("config", _details))
     )
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
-
-
-def _side_by_side(runs: list[ReportedRun], key: str, part: Any) -> str:
-    cells = "".join(f"<div>{_run_name(run, runs)}{part(run)}</div>" for run in runs)
-    return f'<section id="{key}"><div class="runs">{cells}</div></section>'
-
-
-def _run_name(run: ReportedRun, runs: list[ReportedRun]) -> str:
-    return f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+        f'<style>{CSS}</style></head><body><h1>{title}</h1><nav>{links}<a href="#config">Config</a></nav>{summary}'
+        f'<main class="{"one" if len(runs) == 1 else "several"}">{figures}</main>{answers}{config}</body></html>\n'
+    )
 
 
 def _overview(run: ReportedRun) -> str:
@@ -121,7 +109,7 @@ def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -
         return
     from torch.utils.tensorboard.summary import hparams
 
-    said = write_report(log.folder / REPORT, [ReportedRun.read(log.folder)], pictures=True)
+    said = write_report(log.folder / REPORT, [ReportedRun(log.folder)], pictures=True)
     log.say("\n".join([*said, f"report: {log.folder / REPORT}"]))
     writer = log.writer()
     layers = (log.folder / LAYERS).read_text(encoding="utf-8")

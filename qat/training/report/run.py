@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,34 +11,8 @@ from qat.training.config.file import flat, parse_yaml
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 
-Points: TypeAlias = list[tuple[int, float]]
-"""(step, value), in the order of the steps."""
-
-Curves: TypeAlias = dict[tuple[str, str], Points]
-"""By run ("qat/train") and tag ("scale/conv1.weight_quantizer")."""
-
-
-def read_curves(folder: Path) -> Curves:
-    """Every curve, without the points that a resumed run has drawn anew."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run hides points is no news
-    found: Curves = {}
-    for place in sorted({file.parent for file in (folder / CURVES).glob("*/*/events.out.tfevents.*")}):
-        events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
-        for tag in events.Tags()["scalars"]:
-            points = {point.step: point.value for point in events.Scalars(tag)}  # the last one of a step counts
-            found[place.relative_to(folder / CURVES).as_posix(), tag] = sorted(points.items())
-    return found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the run; empty if it is missing or no such object."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+Points: TypeAlias = list[tuple[int, float]]  # (step, value), in the order of the steps
+Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and tag ("scale/conv1.weight_quantizer")
 
 
 @dataclass
@@ -46,27 +20,36 @@ class ReportedRun:
     """The files of a run; what is missing is empty."""
 
     path: Path
-    summary: dict[str, Any] = field(default_factory=dict)
-    analysis: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, path: Path) -> "ReportedRun":
-        """The run in a folder."""
-        return cls(path, read_json(path / SUMMARY), read_json(path / ANALYSIS))
+    def __post_init__(self) -> None:
+        self.name = self.path.resolve().name
+        self.summary, self.analysis = self.read(SUMMARY), self.read(ANALYSIS)
 
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.path.resolve().name
+    def read(self, file: str) -> dict[str, Any]:
+        """Read a JSON object from a file of the run; empty if it is missing or no such object."""
+        try:
+            found = json.loads((self.path / file).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @cached_property
     def curves(self) -> Curves:
-        """What TensorBoard shows."""
-        return read_curves(self.path)
+        """Every curve, without the points that a resumed run has drawn anew."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run hides points is no news
+        found: Curves = {}
+        top = self.path / CURVES
+        for place in sorted({file.parent for file in top.glob("*/*/events.out.tfevents.*")}):
+            events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
+            for tag in events.Tags()["scalars"]:
+                points = {point.step: point.value for point in events.Scalars(tag)}  # the last one of a step counts
+                found[place.relative_to(top).as_posix(), tag] = sorted(points.items())
+        return found
 
     @cached_property
     def config(self) -> str:
-        """The resolved config, as text."""
         file = self.path / RESOLVED_CONFIG
         return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -74,10 +57,6 @@ class ReportedRun:
     def settings(self) -> dict[str, Any]:
         """The values of the resolved config by their keys, `qat.lr`."""
         return flat(parse_yaml(self.config) or {})
-
-    def of_verb(self, file: str) -> dict[str, Any]:
-        """What a verb has left."""
-        return read_json(self.path / file)
 
     def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
         """The curves under a heading, such as `scale`, by quantizer, from input to output; `role` picks weights."""

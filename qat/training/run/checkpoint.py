@@ -26,12 +26,8 @@ from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
 from qat.training.run.folder import replacing
 
-FORMAT = 1
-"""Version of the payload; `load_checkpoint` refuses others."""
-
-PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")
-"""The packages whose versions are kept."""
-
+FORMAT = 1  # version of the payload; `load_checkpoint` refuses others
+PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")  # the packages whose versions are kept
 PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config", "evaluation", "statistics", "about")
 
 
@@ -63,7 +59,6 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
-    """Restore what `capture_rng` returned; a CUDA state is only used on a CUDA device."""
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
     keys, *rest = states["numpy"]
@@ -73,13 +68,11 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """On rank 0, write a checkpoint atomically: whenever the process ends, `path` is the old checkpoint or the new one.
+    """On rank 0, write a checkpoint atomically, with the version of its format.
 
-    The payload has tensors and plain Python values under `PAYLOAD_KEYS`: stage (name), epochs (finished ones), model
-    (state_dict), state (the `vars` of a `StageState`, or None if a run cannot resume from it), results and config
-    (plain dicts), evaluation (top1 in percent and loss of the weights as evaluated; None within an epoch), statistics
-    (BatchNorm's, of averaged weights, see `copied_statistics`; or None) and about (see `about_model`). A `format`
-    version is added.
+    The payload has tensors and plain Python values under `PAYLOAD_KEYS`: epochs (finished ones), state (the `vars` of a
+    `StageState`, or None if a run cannot resume from it), evaluation (of the weights as evaluated; None within an
+    epoch), statistics (BatchNorm's, of averaged weights, see `copied_statistics`; or None), about (see `about_model`).
     """
     assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
     if rank():
@@ -88,9 +81,10 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
         torch.save({"format": FORMAT, **payload}, file)
 
 
-def load_checkpoint(
-    path: Path, way_out: str = "restore a copy of it, or start anew in another run_dir"
-) -> dict[str, Any]:
+RESTORE = "restore a copy of it, or start anew in another run_dir"
+
+
+def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
     """Read a file of `save_checkpoint` onto the CPU; the sentence for a damaged one ends with the way out."""
     try:
         payload = read_archive(path)
@@ -100,12 +94,11 @@ def load_checkpoint(
         if isinstance(error, OSError) and error.filename:
             raise UserError(f"{path}: cannot read the checkpoint ({error.strerror})") from error
         raise UserError(f"{path}: the checkpoint is damaged or of another program; {way_out}") from error
-    version = payload.get("format") if isinstance(payload, dict) else None
-    if version is None:
+    if not isinstance(payload, dict) or payload.get("format") is None:
         raise UserError(f"{path}: this is not a checkpoint of a run; weights go in model.checkpoint")
-    if version != FORMAT or not {*PAYLOAD_KEYS} <= payload.keys():
-        raise UserError(f"{path}: the checkpoint has format {version!r}, this version of qat reads format {FORMAT}")
-    return dict(payload)
+    if (found := payload["format"]) != FORMAT or not {*PAYLOAD_KEYS} <= payload.keys():
+        raise UserError(f"{path}: the checkpoint has format {found!r}, this version of qat reads format {FORMAT}")
+    return payload
 
 
 def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[str, Any]) -> list[str]:
@@ -114,11 +107,9 @@ def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[
     if before != classes:
         gone, new = sorted({*before} - {*classes}), sorted({*classes} - {*before})
         named = [f"{what} {', '.join(names[:3])}" for what, names in (("without", gone), ("with", new)) if names]
-        raise UserError(
-            f"data: {len(classes)} classes, the run was trained with {len(before)}:"
-            f" {' and '.join(named) or 'in another order'}; set data.root to its images, or start anew in another"
-            " run_dir"
-        )
+        what = f"{len(classes)} classes, the run was trained with {len(before)}"
+        way = "set data.root to its images, or start anew in another run_dir"
+        raise UserError(f"data: {what}: {' and '.join(named) or 'in another order'}; {way}")
     return [
         f"data: the {split} images are others than before ({saved[split]['images']} then, {now['images']} now);"
         " accuracies before and after do not compare"
@@ -149,10 +140,8 @@ def save_float_weights(path: Path, model: nn.Module) -> None:
     if rank():
         return
     # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
-    tensors = {
-        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
-        for name, tensor in model.state_dict().items()
-    }
+    state, layout = model.state_dict(), torch.contiguous_format
+    tensors = {name: torch.clone(tensor.detach().cpu(), memory_format=layout) for name, tensor in state.items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", DIGEST: state_digest(tensors)})
 

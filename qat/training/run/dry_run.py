@@ -17,29 +17,26 @@ from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.aids import build_distillation
 from qat.training.loop.engine import Training
 from qat.training.loop.evaluation import evaluate
-from qat.training.loop.preparation import prepare_model
 from qat.training.loop.stage import StageRun, float_counterpart
 from qat.training.run.checkpoint import save_float_weights
 from qat.training.run.folder import FLOAT_WEIGHTS
 from qat.training.run.logging import RunLog
 
-STEPS = 3
-"""Steps of a stage that are timed, behind one that is not."""
+STEPS = 3  # steps of a stage that are timed, behind one that is not
 
 
-def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module) -> None:
+def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module, prepared: nn.Module) -> None:
     """Print the layers with their cost, and the time of a run as some real training steps of each kind have it."""
     if rank_count() > 1:
         raise UserError("--dry-run: is for one process; start it without torchrun")
     if len(data.train) == 0:
         raise UserError(f"data.batch_size: {config.data.batch_size} leaves no whole training batch; reduce it")
-    prepared = prepare_model(model, config, data.image_shape)
     print(qat.summary(prepared), end="\n\n")
     rows = qat.cost(prepared, torch.zeros(1, *data.image_shape))
-    cells = [[row.name, *(f"{value:,}" for value in (*row[1:], row.bops))] for row in rows]
-    macs, bops, size = (sum(getattr(row, key) for row in rows) for key in ("macs", "bops", "weight_bytes"))
     head = ["layer", "MACs", "weight bits", "input bits", "weight bytes", "BOPs"]
+    cells = [[row.name, *(f"{value:,}" for value in (*row[1:], row.bops))] for row in rows]
     print(*table([head, *cells], numbers=True), sep="\n")
+    macs, bops, size = (sum(getattr(row, key) for row in rows) for key in ("macs", "bops", "weight_bytes"))
     print(f"\none image: {macs / 1e9:.3f} G MACs; {bops / 1e9:,.1f} G bit operations (MACs * bits * bits)")
     whole = sum(each.numel() * each.element_size() for each in model.parameters())
     print(f"weights: {size / 1e6:.2f} MB at their bits; the float model has {whole / 1e6:.2f} MB", flush=True)
@@ -47,7 +44,7 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
         qat.calibrate(prepared.to(device), data.calibration(1))
     epochs = float_counterpart(config.qat).epochs  # of all stages on grids
     float_epochs = config.float.epochs + epochs * config.float_finetune
-    seconds = 0.0
+    seconds, layout = 0.0, torch.channels_last if config.channels_last else torch.preserve_format
     with tempfile.TemporaryDirectory(prefix="qat_dry_run_") as name:
         folder = Path(name)
         save_float_weights(folder / FLOAT_WEIGHTS, model)  # a teacher's, if they are the run's own
@@ -55,7 +52,6 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
         for stage, each, settings, count in stages:
             if count:
                 teacher = build_distillation(config, settings, len(data.classes), folder / FLOAT_WEIGHTS, device)
-                layout = torch.channels_last if config.channels_last else torch.preserve_format
                 run = StageRun(
                     stage, settings, config, each.to(device).to(memory_format=layout), data.train, data.val, device,
                     RunLog(folder), folder, distillation=teacher,

@@ -21,9 +21,7 @@ ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "S
 """Signals from schedulers and closing terminals: they end a run like Ctrl-C, but in training after a checkpoint."""
 
 _deferred: list[list[int]] = []  # the lists of `signals_deferred`, while it lasts
-
-EX_SOFTWARE = 70
-"""The status for bugs of the program, which are shown with their traceback (sysexits.h)."""
+EX_SOFTWARE = 70  # the status for bugs of the program, which are shown with their traceback (sysexits.h)
 
 
 class SignalledError(KeyboardInterrupt):

@@ -26,17 +26,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("qat")
-
-RUNS = Path("runs")
-"""Parent of the default run folders, relative to the current folder."""
-
+RUNS = Path("runs")  # parent of the default run folders, relative to the current folder
 LAST_CHECKPOINT = "last.pt"
-BEST_CHECKPOINT = "best.pt"
-"""The weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model."""
-
-RESOLVED_CONFIG = "config.yaml"
-"""The config with all defaults, written at the start."""
-
+BEST_CHECKPOINT = "best.pt"  # the weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model
+RESOLVED_CONFIG = "config.yaml"  # the config with all defaults, written at the start
 FLOAT_WEIGHTS = "float.safetensors"
 LAYERS = "layers.txt"
 MODEL = "model.onnx"
@@ -57,12 +50,8 @@ KEYS_FREE_ON_RESUME = (
 """Keys that may differ when a run is resumed, since they say where and how fast, and not what is trained. The images in
 data.root are compared by `check_same_data`."""
 
-EPOCHS = "qat.epochs"
-"""This key may grow when a run is resumed: the run then trains on."""
-
-LOCK = ".lock"
-"""The locked file in a run folder; a run that ends normally removes it."""
-
+EPOCHS = "qat.epochs"  # this key may grow when a run is resumed: the run then trains on
+LOCK = ".lock"  # the locked file in a run folder; a run that ends normally removes it
 _held: "dict[str, RunLock]" = {}
 """The locks of this process, by real path, because the system's locks only separate processes, not threads."""
 _guard = threading.Lock()
@@ -85,9 +74,8 @@ class RunLock:
         self.path, self._key = self.folder / LOCK, os.path.realpath(folder)
         with _guard:
             if self._key in _held or not self._is_locked():
-                raise FolderInUseError(
-                    f"{self.folder}: another run writes there; wait for its end, or choose another run_dir"
-                )
+                what = "another run writes there; wait for its end, or choose another run_dir"
+                raise FolderInUseError(f"{self.folder}: {what}")
             _held[self._key] = self
 
     def _is_locked(self) -> bool:  # False if another process has the file
@@ -134,10 +122,9 @@ def check_folder(folder: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """On rank 0, write a text file as UTF-8, atomically: whenever the process ends, it has the old text or the new."""
-    if rank():
-        return
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    if rank() == 0:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -149,21 +136,15 @@ def replacing(path: Path) -> Iterator[Path]:
         with atomic_write(path, path.with_name(f".{path.name}.tmp")) as temporary:
             yield temporary
             check_folder(path.parent)  # again, because writing may take minutes, as for an export
-    except (OSError, RuntimeError, SafetensorError) as error:
-        reason = _system_error(error)
-        if reason is None:
-            raise
-        raise UserError(f"{path}: cannot write it ({reason})") from error
-
-
-def _system_error(error: BaseException) -> str | None:
-    if isinstance(error, SafetensorError):
-        return str(error)
-    while not isinstance(error, OSError):  # torch wraps it in errors of its own
-        if error.__context__ is None:
-            return None
-        error = error.__context__
-    return error.strerror or str(error)
+    except SafetensorError as error:
+        raise UserError(f"{path}: cannot write it ({error})") from error
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while not isinstance(cause, OSError):  # torch wraps it in errors of its own
+            if cause is None:
+                raise
+            cause = cause.__context__
+        raise UserError(f"{path}: cannot write it ({cause.strerror or cause})") from error
 
 
 @dataclass(frozen=True)
@@ -212,17 +193,14 @@ def goes_on(config: RunConfig) -> bool:
 
 
 def _newest_run(numbers: dict[int, Path]) -> Path | None:
-    for number in sorted(numbers, reverse=True):
-        if any((numbers[number] / name).is_file() for name in (LAST_CHECKPOINT, SUMMARY)):
-            return numbers[number]
-    return None
+    newest = (path for _, path in sorted(numbers.items(), reverse=True))
+    return next((path for path in newest if (path / LAST_CHECKPOINT).is_file() or (path / SUMMARY).is_file()), None)
 
 
 def _given_folder(path: Path, config: RunConfig) -> RunFolder:
-    if not path.exists():
-        path.mkdir(parents=True, exist_ok=True)
-    elif not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")
+    path.mkdir(parents=True, exist_ok=True)
     finished = _finished(path, config) if config.resume == "auto" else None
     return RunFolder(path, None, finished) if finished is not None else _locked(path, config)
 
@@ -299,19 +277,16 @@ def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahea
         if key == EPOCHS and key in before:
             if now[key] > before[key]:
                 continue
-            raise UserError(
-                f"{path}: {EPOCHS}: {new} is fewer than the {old} that it was trained with, and a run can only grow;"
-                " set it back, or start anew in another run_dir"
-            )
-        raise UserError(
-            f"{path}: was trained with {key}: {old}, now it is {new}; set it back, or start anew in another run_dir"
-        )
+            what = f"{EPOCHS}: {new} is fewer than the {old} that it was trained with, and a run can only grow"
+        else:
+            what = f"was trained with {key}: {old}, now it is {new}"
+        raise UserError(f"{path}: {what}; set it back, or start anew in another run_dir")
 
 
 def _numbered_folders(name: str) -> dict[int, Path]:
-    pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
     paths = RUNS.iterdir() if RUNS.exists() else ()
-    return {int(match.group(1) or 1): path for path in paths if (match := pattern.fullmatch(path.name))}
+    found = {path: re.fullmatch(re.escape(name) + r"(?:-([1-9]\d*))?", path.name) for path in paths}
+    return {int(match[1] or 1): path for path, match in found.items() if match}
 
 
 def _next_folder(config: RunConfig, number: int) -> RunFolder:

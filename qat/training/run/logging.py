@@ -16,7 +16,6 @@ from qat.collectives import rank
 CURVES = "curves"
 """The folder of TensorBoard's files in a run folder: a folder for each stage and split, so that one chart has all."""
 
-
 OF_QUANTIZERS = "quantizer_"
 """How the headings of quantizers' curves begin, so that TensorBoard shows loss and accuracy before them."""
 
@@ -78,24 +77,25 @@ HEADINGS = {
 """The curves that are grouped, and the titles of their charts."""
 
 COMMON = ("loss", "top1", "lr", "images_per_second", "data_wait", "memory_mb")
-
-TOGETHER, WORST = 12, 10
-"""Most curves of a chart, and how many tensors the chart of the worst has."""
+TOGETHER, WORST = 12, 10  # most curves of a chart, and how many tensors the chart of the worst has
 
 
 def add_layout(log: RunLog, model: nn.Module, statistics: dict[str, dict[str, float]]) -> None:
     """Group the curves of a calibrated model's quantizers for the page Custom Scalars."""
     worst = sorted(statistics, key=lambda name: statistics[name]["sqnr"])[:WORST]
-    layout: dict[str, Any] = {
-        "training": {tag: ["Multiline", [f"^{tag}$"]] for tag in COMMON},
-        "what to look at first": {
-            "lowest SQNR after calibration": ["Multiline", [_one_of("sqnr", worst)]],
-            "scales on their floor (none is healthy)": ["Multiline", [f"^{OF_QUANTIZERS}at_floor/"]],
-        },
+
+    def one_of(kind: str, names: list[str]) -> str:
+        return f"^{OF_QUANTIZERS}{kind}/({'|'.join(map(re.escape, names))})$"
+
+    charts = {"training": {tag: f"^{tag}$" for tag in COMMON}}
+    charts["what to look at first"] = {
+        "lowest SQNR after calibration": one_of("sqnr", worst),
+        "scales on their floor (none is healthy)": f"^{OF_QUANTIZERS}at_floor/",
     }
     stages = stages_of(quantizers_in_order(model))
     for kind, title in HEADINGS.items():
-        layout[title] = {f"{kind}: {stage}": ["Multiline", [_one_of(kind, group)]] for stage, group in stages.items()}
+        charts[title] = {f"{kind}: {stage}": one_of(kind, group) for stage, group in stages.items()}
+    layout = {title: {name: ["Multiline", [tags]] for name, tags in each.items()} for title, each in charts.items()}
     log.writer().add_custom_scalars(layout)
     log.writer().flush()
 
@@ -115,10 +115,6 @@ def stages_of(names: list[str]) -> dict[str, list[str]]:
         for stage, group in stages.items()
         for first in range(0, len(group), TOGETHER)
     }
-
-
-def _one_of(kind: str, names: list[str]) -> str:
-    return f"^{OF_QUANTIZERS}{kind}/({'|'.join(map(re.escape, names))})$"
 
 
 def on_terminal() -> bool:

@@ -37,9 +37,7 @@ from qat.training.run.logging import RunLog
 logger = logging.getLogger("qat")
 
 FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
-
-MOST_DIFFERING = 3
-"""Number of layers for which the summary gives the number of differing integers."""
+MOST_DIFFERING = 3  # number of layers for which the summary gives the number of differing integers
 
 WAYS_OUT = (
     "exact are a session with session.x64quantprecision=1 in its options, and a model that cannot saturate"
@@ -80,7 +78,7 @@ class Proof:
         return found
 
     def problem(self) -> str:
-        """The reasons as one sentence about model.onnx; "" if the proof holds."""
+        """Return the reasons as one sentence about model.onnx; "" if the proof holds."""
         problems = " and ".join(self.problems())
         return problems and f"{problems}; do not deploy it: docs/run_folder.md says what now (Exit status 1)"
 
@@ -104,7 +102,6 @@ class Proof:
         return "a logit is not finite" if gap is None else f"largest difference of a logit {gap:.3g}"
 
     def sentences(self) -> list[str]:
-        """The lines for the log."""
         most = next(iter(self.results["layers"]["most_differing"].items()), None)
         lines = [f"ONNX Runtime: {_answers(self.results)}" + (f", {most[1]:,} of them in {most[0]}" if most else "")]
         operators = self.results["operators"]
@@ -124,10 +121,9 @@ class Proof:
         layers = self.results["saturation"]["layers"]
         if not layers:
             return "sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session"
-        rows = [["layer", "channels", "may saturate", "largest sum"]] + [
-            [each.layer, f"{len(each.sums):,}", f"{len(each.channels):,}", f"{each.largest:,}"]
-            for each in self.saturation
-        ]
+        cells = [(each.layer, len(each.sums), len(each.channels), each.largest) for each in self.saturation]
+        rows = [["layer", "channels", "may saturate", "largest sum"]]
+        rows += [[name, *(f"{number:,}" for number in numbers)] for name, *numbers in cells]
         head = f"{layers} layers may saturate where two products are added in 16 bits (x86 without VNNI):"
         return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
 
@@ -161,26 +157,18 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
 
 
 def onnx_results(
-    found: Verification,
-    layers: list[LayerDifference],
-    operators: Mapping[str, int],
-    size: int,
-    saturation: list[Saturation],
+    found: Verification, layers: list[LayerDifference], operators: Mapping[str, int], size: int, sums: list[Saturation]
 ) -> dict[str, Any]:
-    """The `onnx` section of summary.json; the operators are those that ONNX Runtime runs after its optimisation."""
+    channels = [len(each.channels) for each in sums]
     return {
         **session_results(found, layers),
         "size_bytes": size,
         "operators": dict(sorted(operators.items())),
-        "saturation": {
-            "layers": sum(bool(each.channels) for each in saturation),
-            "channels": sum(len(each.channels) for each in saturation),
-        },
+        "saturation": {"layers": sum(map(bool, channels)), "channels": sum(channels)},
     }
 
 
 def session_results(found: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
-    """The results of one kind of session."""
     return {
         "top1": found.onnx_top1,
         "agreement": found.agreement,
@@ -202,11 +190,8 @@ def _integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
 
 def _answers(found: dict[str, Any]) -> str:
     top1 = "" if found["top1"] is None else f"val top1 {found['top1']:.2f} %, "
-    layers = found["layers"]
-    return (
-        f"{top1}{100 * found['agreement']:.2f} % equal predictions;"
-        f" {layers['differing']:,} of {layers['elements']:,} integers differ over {layers['compared']} layers"
-    )
+    integers = "{differing:,} of {elements:,} integers differ over {compared} layers".format(**found["layers"])
+    return f"{top1}{100 * found['agreement']:.2f} % equal predictions; {integers}"
 
 
 def export_and_prove(
@@ -249,11 +234,9 @@ def export_and_prove(
 def _write(
     model: fx.GraphModule, path: Path, example: Tensor, metadata: Mapping[str, Any], exact_sums: bool, config: RunConfig
 ) -> None:
+    options: dict[str, Any] = {"exact_sums": exact_sums, "packed": config.export.packed, "opset": config.export.opset}
     try:
-        wanted = config.export
-        qat.export_onnx(
-            model, path, example, metadata=metadata, exact_sums=exact_sums, packed=wanted.packed, opset=wanted.opset
-        )
+        qat.export_onnx(model, path, example, metadata=metadata, **options)
     except Exception as error:  # the exporter has its own types
         if isinstance(error, OSError) or is_memory_shortage(error):
             raise

@@ -26,16 +26,12 @@ ROWS = {
 """Keys of the results (nested keys after a dot) and their names in the table, in its order."""
 
 
-def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The model of the processor where the system tells it, or its architecture."""
-    named = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return named[1].strip() if named else platform.processor() or platform.machine()
-
-
 def write_summary(
     path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
 ) -> dict[str, Any]:
     """Write summary.json: results, what is needed to reproduce them, and the exit status; `problem` is "" if proven."""
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     summary = {
         "name": config.name,
         "seed": config.seed,
@@ -47,7 +43,7 @@ def write_summary(
         "about": {key: value for key, value in about.items() if key != "versions"},
         "versions": about["versions"],
         "machine": {
-            "processor": processor_name(),
+            "processor": named[1].strip() if named else platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
             "exact_integer_products": {
                 "torch": onednn.is_exact_natively(),
@@ -68,18 +64,15 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
     threads = summary["machine"]["threads"]
     time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
     if "onnx" in summary:
-        layers = summary["onnx"]["layers"]
-        differing = f"{layers['differing']:,} of {layers['elements']:,} integers differ"
-        time = f"{differing} over {layers['compared']} layers; {time}"
+        said = "{differing:,} of {elements:,} integers differ over {compared} layers"
+        time = f"{said.format(**summary['onnx']['layers'])}; {time}"
     versions = (f"{package} {number}" for package, number in summary["versions"].items())
     return [*lines, time, ", ".join(versions)]
 
 
 def noise_of(top1: float, images: int) -> str:
-    """How far an accuracy in percent may be from that on other images of the same kind."""
-    return (
-        f"top1 is of {images:,} images: +-{deviation_of(top1, images):.1f} points (two standard deviations) on others"
-    )
+    noise = f"+-{deviation_of(top1, images):.1f} points (two standard deviations)"
+    return f"top1 is of {images:,} images: {noise} on others"
 
 
 def deviation_of(top1: float, images: int) -> float:
@@ -92,33 +85,24 @@ def deviation_of(top1: float, images: int) -> float:
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
-    """The rows of the table: one per model, with accuracy, size and agreement if they are known."""
     rows = [["model", "top1 %", "size", "agreement"]]
     for key, result in results_by_row(results).items():
         size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
         agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
         top1 = "" if result["top1"] is None else f"{result['top1']:.2f}"
-        rows.append([_row_name(key, ROWS[key], results), top1, size, agreement])
+        words, epochs, qat = ROWS[key], result.get("epochs"), results.get("qat", {})
+        if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
+            words = f"float, fine-tuned {epochs} epochs"
+        if key == "qat" and qat.get("epoch"):  # 0 without training
+            words = f"{words}, {qat['weights']} epoch ({qat['epoch']} of {epochs})"
+        rows.append([words, top1, size, agreement])
     return rows
 
 
 def results_by_row(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The results that a summary has, by the keys of `ROWS`."""
-    found = {}
-    for key in ROWS:
-        section, _, part = key.partition(".")
-        result = summary.get(section, {})
-        found[key] = result.get(part, {}) if part else result
-    return {key: result for key, result in found.items() if result}
-
-
-def _row_name(key: str, words: str, results: dict[str, Any]) -> str:
-    epochs, qat = results[key.partition(".")[0]].get("epochs"), results.get("qat", {})
-    if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
-        return f"float, fine-tuned {epochs} epochs"
-    if key == "qat" and qat.get("epoch"):  # 0 without training
-        return f"{words}, {qat['weights']} epoch ({qat['epoch']} of {epochs})"
-    return words
+    nested = summary.get("onnx", {}).get("default_session")
+    found = {**summary, "onnx.default_session": nested}
+    return {key: found[key] for key in ROWS if found.get(key)}
 
 
 def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,32 +15,19 @@ from qat.export import LayerDifference
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, Loader
 from qat.training.errors import UserError, value_errors_reported
+from qat.training.loop import stage as stages
 from qat.training.loop.advice import warnings_about
 from qat.training.loop.aids import build_distillation, build_mixing
 from qat.training.loop.engine import train_stage
 from qat.training.loop.evaluation import Evaluation, evaluate
 from qat.training.loop.metrics import looking
 from qat.training.loop.preparation import prepare_model
-from qat.training.loop.stage import (
-    StageRun,
-    on_grids_of,
-    progressive_stages,
-    rate_key,
-    stages_of,
-    steps_after,
-    steps_per_epoch,
-)
+from qat.training.loop.stage import StageRun, rate_key
 from qat.training.model import load_float_weights
 from qat.training.ranks import from_first
 from qat.training.report.analysis import analyse
-from qat.training.run.checkpoint import (
-    StageState,
-    export_metadata,
-    load_checkpoint,
-    load_evaluated,
-    restore_model,
-    save_float_weights,
-)
+from qat.training.run import checkpoint
+from qat.training.run.checkpoint import StageState, load_checkpoint
 from qat.training.run.folder import ANALYSIS, BEST_CHECKPOINT, FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder, write_text
 from qat.training.run.logging import RunLog, add_layout
 from qat.training.run.proof import export_and_prove
@@ -61,10 +47,10 @@ class Stages:
     config: RunConfig
     data: Data
     device: torch.device
+    prepared: dict[str, nn.Module]  # the model on the grids of each stage, as it was prepared at the start of the run
     log: RunLog
     folder: RunFolder
-    before: dict[str, Any]
-    """The summary of the finished run that this one goes on with; empty if there is none."""
+    before: dict[str, Any]  # the summary of the finished run that this one goes on with; empty if there is none
     resumed: dict[str, Any] | None
     results: dict[str, Any]
     about: dict[str, Any]
@@ -72,30 +58,19 @@ class Stages:
     qat_epochs: int = 0
     compared: list[LayerDifference] = field(default_factory=list)
 
-    @property
-    def order(self) -> list[str]:
-        """The names of the stages that train."""
-        return list(stages_of(self.config))
-
-    @property
-    def float_weights(self) -> Path:
-        """The file of the float model, which QAT starts from."""
-        return self.folder.path / FLOAT_WEIGHTS
-
-    @property
-    def first_on_grids(self) -> str:
-        """The first stage of QAT."""
-        return self.order[2]
+    def __post_init__(self) -> None:
+        self.order = list(stages.stages_of(self.config))  # the names of the stages that train
+        self.first_on_grids = self.order[2]
+        self.float_weights = self.folder.path / FLOAT_WEIGHTS  # which QAT starts from
 
     def float_baseline(self, model: nn.Module) -> None:
         """Train the float model, or use it as loaded; QAT starts from its weights."""
         if self.config.float.epochs == 0 and not (self.config.model.weights or self.config.model.checkpoint):
-            self.log.say(
-                "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
-            )
+            why = "no training (float.epochs: 0), no weights, no checkpoint"
+            self.log.say(f"float: {why}: QAT starts from random weights")
         self._train("float", model)
         if not self._is_finished("float"):
-            save_float_weights(self.float_weights, model)
+            checkpoint.save_float_weights(self.float_weights, model)
         if rank() == 0:
             self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
 
@@ -106,8 +81,8 @@ class Stages:
         self._train("float_finetune", model)
 
     def quantized(self, model: nn.Module) -> nn.Module:
-        """Prepare the model, log what stays float, and write the table of layers."""
-        prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
+        """Give the prepared model the float weights, log what stays float, and write the table of layers."""
+        prepared = self._on_grids("qat", self.config, model)
         layers = qat.summary(prepared)
         if not self._has_begun("qat"):  # otherwise the file already shows what was learned
             write_text(self.folder.path / LAYERS, layers + "\n")
@@ -123,7 +98,7 @@ class Stages:
             return
         with value_errors_reported():
             own = self.config.float.epochs == 0
-            qat.calibrate(model, self._sample(alone=True), only_missing=own, steps=self._calibration_steps())
+            qat.calibrate(model, self._sample(alone=True), only_missing=own, steps=self._steps())
         self._write_layers(model)
         self.log.begin(self.first_on_grids, self.steps)
         with looking(self.config, model, self.log, self.first_on_grids, self.steps) as statistics:
@@ -137,11 +112,10 @@ class Stages:
     def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
         """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
         trained: nn.Module | None = None
-        for name, stage in progressive_stages(self.config.qat).items():
+        for name, stage in stages.progressive_stages(self.config.qat).items():
             on_grids = model
             if not self._is_finished(name):
-                on_grids = prepare_model(float_model, on_grids_of(self.config, stage), self.data.image_shape)
-                on_grids.to(self.device)
+                on_grids = self._on_grids(name, stages.on_grids_of(self.config, stage), float_model)
                 if not self._has_begun(name):
                     self._start_from(trained, on_grids)
                 trained = on_grids
@@ -149,11 +123,20 @@ class Stages:
         if trained is not None:
             self._start_from(trained, model)
 
+    def _on_grids(self, name: str, config: RunConfig, float_model: nn.Module) -> nn.Module:
+        prepared = self.prepared.pop(name)
+        # What a resumed run has prepared had other weights than the run's, and so its ranges.
+        if self.resumed or prepared.load_state_dict(float_model.state_dict(), strict=False).unexpected_keys:
+            prepared = prepare_model(float_model, config, self.data.image_shape)
+        qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
+        layout = torch.channels_last if self.config.channels_last else torch.preserve_format
+        return prepared.to(self.device).to(memory_format=layout)
+
     def _start_from(self, trained: nn.Module | None, model: nn.Module) -> None:
         if trained is not None:
             model.load_state_dict(float_state_dict(trained), strict=False)  # without its ranges
         with value_errors_reported():
-            qat.calibrate(model, self._sample(alone=True), steps=self._calibration_steps() if trained is None else [])
+            qat.calibrate(model, self._sample(alone=True), steps=self._steps() if trained is None else [])
 
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
@@ -168,12 +151,10 @@ class Stages:
             return ""
         exported = self.before["qat"] if "onnx" in self.before else {}
         self.log.say(f"export: {describe_choice(self.results['qat'], exported)}")
-        assert isinstance(model, fx.GraphModule)  # prepare_model checks it
-        metadata = export_metadata(self.about, self.results, model)
-        example = torch.zeros(1, *self.data.image_shape)
-        proof = export_and_prove(
-            model, self.folder.path / MODEL, example, self.data.val, self.config, metadata, self.log
-        )
+        assert isinstance(model, fx.GraphModule)  # `rehearse` checks it
+        metadata = checkpoint.export_metadata(self.about, self.results, model)
+        path, example = self.folder.path / MODEL, torch.zeros(1, *self.data.image_shape)
+        proof = export_and_prove(model, path, example, self.data.val, self.config, metadata, self.log)
         self.results["onnx"], self.compared = proof.results, proof.layers
         self.log.say("\n".join(proof.sentences()))
         self._write_layers(model, proof.saturation_table())
@@ -181,13 +162,11 @@ class Stages:
         return proof.problem()
 
     def analyse(self, float_model: nn.Module, model: nn.Module) -> None:
-        """Write what the report shows of the trained model."""
         if self.config.watch == "all":
             found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared)
             write_text(self.folder.path / ANALYSIS, json.dumps(found) + "\n")
 
     def warn(self, sentences: list[str]) -> None:
-        """Log warnings, and keep them for the summary."""
         self.results.setdefault("warnings", []).extend(sentences)
         for sentence in sentences:
             self.log.say(f"warning: {sentence}")
@@ -197,8 +176,8 @@ class Stages:
         write_text(self.folder.path / LAYERS, "\n\n".join(parts) + "\n")
 
     def _train(self, name: str, model: nn.Module) -> None:
-        stage = stages_of(self.config)[name]
-        first_step, own_steps = self.steps, stage.epochs * steps_per_epoch(stage, self.data.train)
+        stage = stages.stages_of(self.config)[name]
+        first_step, own_steps = self.steps, stage.epochs * stages.steps_per_epoch(stage, self.data.train)
         if name != "float_finetune":  # its curves lie over those of QAT, which starts from the same weights
             self.steps += own_steps
         epochs_before = self.qat_epochs
@@ -209,7 +188,7 @@ class Stages:
         state = None
         if self.resumed and self.resumed["stage"] == name:
             assert self.folder.checkpoint is not None
-            restore_model(self.folder.checkpoint, self.resumed, model)
+            checkpoint.restore_model(self.folder.checkpoint, self.resumed, model)
             state = StageState(**self.resumed["state"])
             done = f"all {stage.epochs} epochs are trained; evaluating the last one"
             within = f", step {state.step} of the next" if state.step else ""
@@ -221,7 +200,7 @@ class Stages:
             distillation = build_distillation(self.config, stage, classes, self.float_weights, self.device)
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
-            self.results, first_step, epochs_before, steps_after(self.config, name, self.data.train),
+            self.results, first_step, epochs_before, stages.steps_after(self.config, name, self.data.train),
             keep_best=name == "qat", sample=self._sample(), distillation=distillation,
             mixing=build_mixing(stage, classes), about=self.about,
         )  # fmt: skip
@@ -235,7 +214,7 @@ class Stages:
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
 
-    def _calibration_steps(self) -> list[Step]:
+    def _steps(self) -> list[Step]:
         return [step.build() for step in self.config.quantization.calibration_steps]
 
     def _sample(self, alone: bool = False) -> Loader:
@@ -258,5 +237,5 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
     payload = from_first(load_checkpoint(path, "set export.weights=last") if rank() == 0 else {})
     if payload["epochs"] == epochs:
         return epochs, last
-    load_evaluated(path, payload, run.model)
+    checkpoint.load_evaluated(path, payload, run.model)
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
