@@ -64,3 +64,16 @@ def test_causes_are_told_apart(pets: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_few_batches_are_the_first_ones_every_time() -> None:
     few = verify.FirstBatches([1, 2, 3], 2)
     assert (list(few), list(few), list(verify.FirstBatches([1, 2], None))) == ([1, 2], [1, 2], [1, 2])
+
+
+def test_another_scale_is_a_file_that_computes_the_layer_otherwise(copied: Path, verb: Verb) -> None:
+    proto = onnx.load(copied / "model.onnx")
+    node = next(node for node in proto.graph.node if node.name == "features.3.squeeze_quantizer")
+    tensor = next(each for each in proto.graph.initializer if each.name == node.input[1])
+    scale = numpy_helper.from_array(numpy_helper.to_array(tensor) * 1.5, "another_scale")
+    proto.graph.initializer.append(scale)
+    node.input[1] = "another_scale"
+    onnx.save(proto, copied / "model.onnx")
+    status, out, _ = verb("verify", str(copied))
+    assert status == 1 and "first layer beyond rounding: features.3.squeeze_quantizer, " in out
+    assert "probable cause: the file computes this layer otherwise" in out

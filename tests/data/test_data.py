@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -309,3 +311,31 @@ def test_an_absent_set_suggests_to_download_it(tmp_path: Path, monkeypatch: pyte
     assert refusal(name="cifar10", root=str(tmp_path), download=True) == (
         "data.download: cifar10 could not be downloaded (<urlopen error no network>)"
     )
+
+
+def test_validation_crops_the_centre_of_the_resized_image(tmp_path: Path) -> None:
+    pixels = np.zeros((1, 8, 12, 3), np.uint8)
+    pixels[0, 2:6, 4:8] = 255
+    data = load(**npz(tmp_path, x_val=pixels, y_val=np.array([0])), image_size=4, resize_size=8)
+    images = next(iter(data.val))[0]
+    assert torch.equal(images, torch.ones(1, 3, 4, 4))
+
+
+def test_cifar_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    reader = torchvision.datasets.CIFAR10
+    names = [name for name, _ in reader.train_list + reader.test_list]
+    for name in names:
+        pixels = np.zeros((2, 3, 32, 32), np.uint8)
+        pixels[:, 1] = 255  # green
+        (folder / name).write_bytes(pickle.dumps({"data": pixels.reshape(2, -1), "labels": [4, 9]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {label}" for label in range(10)]}))
+
+    # The files are not the published ones, so their checksums cannot be.
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5=None: os.path.isfile(path))
+    data = load(name="cifar10", root=str(tmp_path), batch_size=10)
+    images, labels = epoch_of(data, 0)
+    assert (data.classes[4], sorted(labels.tolist())) == ("class 4", [4] * 5 + [9] * 5)
+    expected = [-0.4914 / 0.2470, (1 - 0.4822) / 0.2435, -0.4465 / 0.2616]
+    assert images[0, :, 0, 0].tolist() == pytest.approx(expected, rel=1e-5)

@@ -164,3 +164,29 @@ def flip_a_bit(path: Path, tensor: torch.Tensor) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(tensor.numpy().tobytes()) + 5] ^= 4
     path.write_bytes(content)
+
+
+STATE = {
+    "weight": torch.arange(12.0).reshape(3, 4),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "count": torch.tensor(7),
+    "empty": torch.zeros(0, 2),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def test_a_file_with_a_flipped_bit_loads_unchanged_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(STATE, path)
+    whole, refused = path.read_bytes(), 0
+    for position in range(0, len(whole), 7):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+        try:
+            found = read_archive(path)
+        except Exception:
+            refused += 1
+        else:  # the bit is padding, or metadata that is not read
+            torch.testing.assert_close(found, STATE, rtol=0, atol=0, msg=f"byte {position}")
+    assert refused > len(whole) / 7 / 4
+    torch.save(STATE, path, _use_new_zipfile_serialization=False)  # torch before 1.6 has no checksums
+    torch.testing.assert_close(read_archive(path), STATE, rtol=0, atol=0)
