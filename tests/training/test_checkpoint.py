@@ -16,6 +16,7 @@ from qat.training.model import load_weights
 from qat.training.run.checkpoint import (
     check_same_data,
     load_checkpoint,
+    read_archive,
     restore_model,
     save_checkpoint,
     save_float_weights,
