@@ -222,6 +222,22 @@ def test_few_bits(weight: int, activation: int, signed: bool, tmp_path: Path) ->
     check(model, torch.randn(4, 4, 9, 9), tmp_path / "model.tflite")
 
 
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(("weight", "activation"), [(8, 6), (4, 4), (2, 3)])
+def test_few_bits_are_bounded(weight: int, activation: int, signed: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 6, 1), nn.ReLU6())
+    recipe = {"weight": {"bits": weight}, "activation": {"bits": activation, "signed": signed}}
+    images, path = torch.randn(4, 4, 9, 9), tmp_path / "model.tflite"
+    model = prepared(nn.Sequential(*layers, nn.Flatten(), nn.Linear(294, 5)), images, **recipe)
+    qat.export_litert(model, path, images)
+    for engine in ENGINES:
+        found = compare_litert_layers(path, model, images, engine=engine)
+        differing = sum(each.differing for each in found)
+        assert max(each.largest for each in found) <= 1
+        assert differing <= (0 if engine in EXACT else 0.01) * sum(each.elements for each in found)
+
+
 @pytest.mark.parametrize("name", ["joined on other grids", "flatten of an image", "basic blocks"])
 def test_grids_of_another_target(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
