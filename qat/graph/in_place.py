@@ -136,11 +136,11 @@ class Memory:
                 for source in node.all_input_nodes:
                     if source not in numbers:
                         join_groups(self._home, node, source)
-        self._writers = {node for node, target in targets.items() if target is not None}
+        self.written = {node: target for node, target in targets.items() if target is not None}
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that write into the memory of a tensor."""
-        return [member for member in self._home[node] if member in self._writers]
+        return [member for member in self._home[node] if member in self.written]
 
     def readers(self, node: fx.Node) -> set[fx.Node]:
         """The nodes that read the memory of a tensor, under any name."""
@@ -173,12 +173,14 @@ class Memory:
 
 
 def mark_later_writes(model: fx.GraphModule) -> None:
-    """Mark the tensors that are written later through a view: a quantized copy would miss the write."""
+    """Mark tensors that are written later through a view, and these views: quantized copies would miss the write."""
     memory = Memory(model, model.graph)
-    for node in model.graph.nodes:
-        writers = memory.seen_writers(node) if has_own_memory(node, model) else []
-        if any(memory.order[writer] > memory.order[node] for writer in writers):
+    waiting = [target for writer, target in memory.written.items() if not memory.is_unseen(writer)]
+    while waiting:
+        node = waiting.pop()
+        if not node.meta.setdefault(WRITTEN_LATER, False):
             node.meta[WRITTEN_LATER] = True
+            waiting += [] if has_own_memory(node, model) else node.all_input_nodes
 
 
 def copy_before_writes(model: fx.GraphModule) -> None:

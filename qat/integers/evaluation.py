@@ -29,13 +29,21 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
         parameter.requires_grad_(False)
     for part in evaluated.modules():
         if isinstance(part, fx.GraphModule):
+            before = _quantizers(part)
             evaluation_only(part)
             _drop_resting(part)
             drop_unread(part.graph, part)
+            for name in before - _quantizers(part):  # they may lie in a module that still runs: calls of one SiLU
+                part.delete_submodule(name)
             _drop_sized(part)
             _fold(part, fold_quantizers)
             part.recompile()
     return evaluated
+
+
+def _quantizers(model: fx.GraphModule) -> set[str]:
+    named = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
+    return named & {str(node.target) for node in model.graph.nodes}
 
 
 def drop_defaults(evaluated: nn.Module) -> None:

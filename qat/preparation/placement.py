@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
-from qat.graph.in_place import Memory, written_by
-from qat.graph.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
+from qat.graph.in_place import Memory, has_own_memory, written_by
+from qat.graph.nodes import WRITTEN_LATER, constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
 from qat.graph.sizes import EXPECTATIONS
 from qat.inputs import model_device
 from qat.layers import QuantFunction, QuantLayer
@@ -250,7 +250,8 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
         place = place.next  # inputs and their guards come first when a pickled graph is recorded again
     with graph_module.graph.inserting_after(place):
         quantized = graph_module.graph.call_module(name, (node,))
-    reading = [user for user in node.users if user not in writers and user.target not in EXPECTATIONS]
+    through = {user for user in node.users if user.meta.get(WRITTEN_LATER) and not has_own_memory(user, graph_module)}
+    reading = [user for user in node.users if user not in writers | through and user.target not in EXPECTATIONS]
     for user in [user for user in reading if last < order.get(user, -1) < until]:
         user.replace_input_with(node, quantized)
 

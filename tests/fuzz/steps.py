@@ -90,8 +90,9 @@ def even_dropouts() -> Iterator[None]:
     """Dropout scales but drops nothing: which elements it drops depends on the memory layout."""
 
     def even(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        share = 1 - p if training else 1.0
-        return x.div_(share) if inplace else x / share
+        if not training:
+            return x  # itself, as torch returns it: a write into the result is one into x
+        return x.div_(1 - p) if inplace else x / (1 - p)
 
     with mock.patch.object(F, "dropout", even):
         yield

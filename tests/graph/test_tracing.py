@@ -66,6 +66,14 @@ def shifted_through_a_view(self: Any, x: Tensor) -> Tensor:
     return self.b(y)
 
 
+def shifted_behind_a_reader(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    turned = y.transpose(0, 1)
+    early = self.b(turned).transpose(0, 1)
+    turned.add_(10)  # into y, though the layer before it has read a grid
+    return early + self.b(y)
+
+
 def cleared_on_a_copy(self: Any, x: Tensor) -> Tensor:
     y = self.a(x).clone()
     y[:, 0] = 0
@@ -87,6 +95,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module], Tenso
     "item assignment on a copy": (cleared_on_a_copy, {"a": linear(), "b": linear()}, draw(16, 8)),
     "in place": (shifted_in_place, {"a": linear(), "b": linear()}, draw(16, 8)),
     "in place through a view": (shifted_through_a_view, {"a": linear(), "b": linear()}, draw(16, 8)),
+    "in place through a view that is read": (shifted_behind_a_reader, {"a": linear(), "b": linear()}, draw(3, 5, 8)),
 }  # fmt: skip
 
 

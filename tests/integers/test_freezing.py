@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from qat.integers.evaluation import evaluation_copy
 from qat.integers.freezing import freeze, frozen_grids
 from qat.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable, Operations
 from tests.export.test_export_layers import quantized
-from tests.references.prepared_case import draw
+from tests.references.prepared_case import Plain, draw
 
 SOURCES = sorted(Path(integers.__file__).parent.glob("*.py"))
 
@@ -58,3 +59,14 @@ def test_torch_computes_the_model_from_its_integers() -> None:
             parameter.fill_(torch.nan)  # no value comes from a float weight or a learned scale
         torch.testing.assert_close(frozen(x), model(x), rtol=1e-5, atol=1e-5)
     assert {"words_quantizer", "mix_quantizer", "lstm.product_ih_l0.input_quantizer"} <= set(frozen_grids(frozen))
+
+
+def test_calls_that_no_result_reads_have_no_grid() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first = self.act(x)  # into its input, so the module stays; the second call becomes a product of two grids
+        self.b(self.act(self.a(first)))
+        return first
+
+    model = quantized(Plain(forward, act=nn.SiLU(True), a=nn.Linear(4, 4), b=nn.Linear(4, 4)), {"x": draw(2, 4)})
+    assert "act.mul_quantizer" in dict(model.named_modules())
+    assert list(frozen_grids(freeze(evaluation_copy(model), Operations()))) == ["act_quantizer"]
