@@ -215,10 +215,6 @@ def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
         known = type(module).__module__ in OWN_MEMORY_MODULES and not isinstance(module, nn.Identity)
         return known or isinstance(module, QuantLayer) or estimator_of(module) == "lsq"
     name = getattr(node.target, "__name__", node.target)
-    known = node.op == "call_method" or _is_of_torch(node.target)
-    return known and name in OWN_MEMORY
-
-
-def _is_of_torch(function: Any) -> bool:
-    home = getattr(function, "__module__", None) or ""
-    return isinstance(function, type(torch.add)) or home.partition(".")[0] in ("torch", "_operator", "builtins")
+    home = str(getattr(node.target, "__module__", None)).partition(".")[0]
+    of_torch = isinstance(node.target, type(torch.add)) or home in ("torch", "_operator", "builtins")
+    return (node.op == "call_method" or of_torch) and name in OWN_MEMORY

@@ -89,7 +89,9 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
         if not _is_pairable(second) or second not in once:
             continue
         passes, before = True, node.args[0]
-        while not _is_pairable(first := called(graph, before)) and isinstance(before, fx.Node) and _leads_on(before):
+        while not _is_pairable(first := called(graph, before)) and isinstance(before, fx.Node):
+            if not (before.op.startswith("call_") and len(before.all_input_nodes) == len(before.users) == 1):
+                break
             kept = isinstance(first, Quantizer) and not first.is_frozen
             passes = passes and (kept or (before.target if first is None else type(first)) in HOMOGENEOUS)
             before = before.args[0]
@@ -109,10 +111,6 @@ def _normed(graph: PreparedGraph) -> dict[Any, Any]:
         layer: norm for layer, norm in pairs
         if owns_weight(layer) and {layer, norm} <= once and isinstance(norm, AnyBatchNorm) and norm.affine
     }  # fmt: skip
-
-
-def _leads_on(node: fx.Node) -> bool:
-    return node.op.startswith("call_") and len(node.all_input_nodes) == 1 and len(node.users) == 1
 
 
 def _is_pairable(module: nn.Module | None) -> TypeGuard[QuantLayer]:

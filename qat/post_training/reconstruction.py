@@ -172,9 +172,10 @@ class AdaRound:
 
     def _fit(self, unit: Stretch, soft: dict[str, SoftRounding], generator: torch.Generator) -> None:
         module, targets = unit.module(), unit.targets()
-        if not _floating(targets):
+        if not (found := _floating(targets)):
             return  # classes have no gradient
-        power = max(_power(targets), torch.finfo(torch.float32).tiny)
+        power = sum(float(t.double().square().sum()) for t in found) / max(sum(t.numel() for t in found), 1)
+        power = max(power, torch.finfo(torch.float32).tiny)
         scales = [each for each in module.modules() if isinstance(each, Quantizer) and each.role == "activation"]
         learned = [each for scale in scales for each in scale.parameters() if self.scale_lr and each.requires_grad]
         groups = [([each.v for each in soft.values()], self.lr), (learned, self.scale_lr)]
@@ -244,11 +245,6 @@ def _distance(answers: Any, targets: Any) -> Tensor:
     for y, t in zip(_floating(answers), _floating(targets), strict=True):
         total = total.to(y.device) + (y - t).square().mean() * y.shape[1 if y.dim() > 3 else -1]
     return total
-
-
-def _power(targets: list[Any]) -> float:
-    found = _floating(targets)
-    return sum(float(t.double().square().sum()) for t in found) / max(sum(t.numel() for t in found), 1)
 
 
 def _floating(values: Any) -> list[Tensor]:

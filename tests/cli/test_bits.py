@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from qat.training.config.file import load_config
-from tests.runs.finished_runs import OWN, TINY_MODEL, in_place
+from tests.runs.finished_runs import PLAIN, SIZES, in_place, write_own
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -18,12 +18,8 @@ Verb = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a calibrated run of a model of one's own."""
-    place = tmp_path_factory.mktemp("bits")
-    (place / "own.yaml").write_text(OWN)
-    (place / "tinymodels.py").write_text(TINY_MODEL)
-    sizes = ("data.limit_train=1000", "data.limit_val=300", "float.epochs=6", "float.lr=0.2", "qat.epochs=0")
-    off = ("qat.ema_decay=null", "qat.bn_reestimate=auto", "export.onnx=false", "quantization.residual_bits=8")
-    assert in_place(place, "--config", "own.yaml", *sizes, "run_dir=run", *off) == 0
+    place = write_own(tmp_path_factory.mktemp("bits"))
+    assert in_place(place, "--config", "own.yaml", *SIZES, "run_dir=run", *PLAIN) == 0
     return place
 
 

@@ -16,7 +16,7 @@ from qat.cli.sensitivity import suggested
 from qat.training.config.schema import RunConfig
 from qat.training.report import figures
 from qat.training.report.run import ReportedRun
-from tests.runs.finished_runs import OWN, TINY_MODEL, in_place
+from tests.runs.finished_runs import PLAIN, SIZES, in_place, write_own
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -40,14 +40,9 @@ def test_it_measures_what_the_run_did(pets: Path, verb: Verb) -> None:
 @pytest.fixture(scope="module")
 def low(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a calibrated run whose first layer is bad on purpose."""
-    place = tmp_path_factory.mktemp("low")
-    (place / "own.yaml").write_text(OWN)
-    (place / "tinymodels.py").write_text(TINY_MODEL)
-    overrides = '{"0": {weight: {bits: 2}, activation: {bits: 2}}}'
-    sizes = ("data.limit_train=1000", "data.limit_val=300", "float.epochs=6", "float.lr=0.2", "qat.epochs=0")
-    changes = (f"quantization.overrides={overrides}", "quantization.residual_bits=8", "run_dir=low")
-    off = ("qat.ema_decay=null", "qat.bn_reestimate=auto", "export.onnx=false")
-    assert in_place(place, "--config", "own.yaml", *sizes, *changes, *off) == 0
+    place = write_own(tmp_path_factory.mktemp("low"))
+    overrides = 'quantization.overrides={"0": {weight: {bits: 2}, activation: {bits: 2}}}'
+    assert in_place(place, "--config", "own.yaml", *SIZES, "run_dir=low", overrides, *PLAIN) == 0
     return place
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import qat
 from qat.codes import evaluating
-from qat.codes.graph import UNSETTLED
+from qat.codes.graph import UNSETTLED, FusedGraph
 from qat.export import verify_onnx
-from qat.kernels.cpu.compiler import library
+from qat.kernels.cpu import compiler, onednn
 from tests.codes.test_evaluating import of_float, plainly, prepared, program_of
 from tests.references.prepared_case import Plain
 
-pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plainly without the C kernels")
+pytestmark = pytest.mark.skipif(compiler.library() is None, reason="evaluation runs plainly without the C kernels")
 
 
 def counted_programs(monkeypatch: pytest.MonkeyPatch) -> list[None]:
@@ -120,3 +120,28 @@ def test_a_forward_that_draws_in_evaluation_draws_the_same_the_first_time(caplog
             seen.append((model(x), torch.rand(3)))
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
     assert not torch.equal(model(x), model(x)) and "runs operation by operation" not in caplog.text
+
+
+def test_train_tries_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = prepared()
+    for place, name in ((compiler, "library"), (onednn, "are_exact")):
+        monkeypatch.setattr(place, name, lambda *_: pytest.fail("something was tried out in train()"))
+    model.eval()
+    model.train()
+
+
+def test_a_model_that_is_moved_after_train_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = prepared()
+    model.train()(x)
+    seen: list[object] = []
+    original = FusedGraph._probe_devices
+
+    def look(self: FusedGraph) -> None:
+        original(self)
+        seen.append({parameter.device.type for parameter in self.parameters()})
+
+    monkeypatch.setattr(FusedGraph, "_probe_devices", look)
+    model.double().float()
+    assert seen == []
+    nn.ModuleList([model]).to("meta")
+    assert seen == [{"meta"}]

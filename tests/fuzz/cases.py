@@ -39,9 +39,6 @@ WRITING = {
     **{name: (f"{name}(inplace=True)", "m0({x})") for name in MODULES},
     **{name: ("", f"{name}({{x}}, inplace=True)") for name in ("F.relu", "F.silu", "F.hardswish", "F.relu6")},
     "F.relu, True": ("", "F.relu({x}, True)"),
-    "F.silu": ("", "F.silu({x}, inplace=True)"),
-    "F.hardswish": ("", "F.hardswish({x}, inplace=True)"),
-    "F.relu6": ("", "F.relu6({x}, inplace=True)"),
     "relu_": ("", "{x}.relu_()"),
     "torch.relu_": ("", "torch.relu_({x})"),
 }

@@ -8,18 +8,14 @@ import torch
 
 from qat.training.config.file import load_config
 from qat.training.errors import UserError
-from tests.runs.finished_runs import OWN, TINY_MODEL, in_place
+from tests.runs.finished_runs import SIZES, in_place, write_own
 
-SIZES = ("data.limit_train=1000", "data.limit_val=300", "float.epochs=6", "float.lr=0.2", "qat.epochs=0")
 FEW = ("quantization.weight.bits=2", "quantization.residual_bits=8", "qat.ema_decay=null", "qat.bn_reestimate=auto")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("steps")
-    (folder / "own.yaml").write_text(OWN)
-    (folder / "tinymodels.py").write_text(TINY_MODEL)
-    return folder
+    return write_own(tmp_path_factory.mktemp("steps"))
 
 
 def test_a_run_takes_its_steps_and_exports_what_they_made(place: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,6 +38,8 @@ def tiny(num_classes=10):
         nn.Flatten(), nn.Linear(32, num_classes),
     )
 """
+SIZES = ("data.limit_train=1000", "data.limit_val=300", "float.epochs=6", "float.lr=0.2", "qat.epochs=0")
+PLAIN = ("quantization.residual_bits=8", "qat.ema_decay=null", "qat.bn_reestimate=auto", "export.onnx=false")
 CLASSES = ("cat", "dog", "ship")
 
 
@@ -51,6 +53,13 @@ def write_images(root: Path) -> None:
                 pixels = numbers.integers(0, 200, (*numbers.integers(40, 90, 2), 3), dtype=np.uint8)
                 pixels[:, :, label] += 55
                 Image.fromarray(pixels).save(root / split / name / f"{each}.png")
+
+
+def write_own(place: Path) -> Path:
+    """Write own.yaml and its model into a folder."""
+    (place / "own.yaml").write_text(OWN)
+    (place / "tinymodels.py").write_text(TINY_MODEL)
+    return place
 
 
 def in_place(place: Path, *arguments: str) -> int:
@@ -91,8 +100,4 @@ def pets_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with own.yaml, tinymodels.py and the run runs/own: averaged weights, statistics estimated anew."""
 
-    def write(place: Path) -> None:
-        (place / "own.yaml").write_text(OWN)
-        (place / "tinymodels.py").write_text(TINY_MODEL)
-
-    return _copy_of("own", write, tmp_path_factory)
+    return _copy_of("own", write_own, tmp_path_factory)

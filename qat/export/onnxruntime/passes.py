@@ -162,7 +162,8 @@ def add_barriers(proto: Any) -> None:
         if node.op_type == "QuantizeLinear":
             needed = _requantizes(node, edges) or _ends_otherwise(node, edges)
         else:
-            needed = node.op_type in LAYERS and _multiplies_by_floats(node, edges)
+            stored = node.op_type in LAYERS and edges.source(node.input[1], MOVING) in edges.stored
+            needed = stored and _grid_of(node.input[0], edges) is not None  # it multiplies by floats
         if needed:
             barrier = unused_name(graph, f"{node.input[0]}.barrier")
             insert(graph, place, helper.make_node("LeakyRelu", node.input[:1], [barrier], name=barrier, alpha=1.0))
@@ -182,10 +183,6 @@ def _ends_otherwise(quantizer: Any, edges: Edges) -> bool:
     before = edges.made.get(edges.source(quantizer.input[0], MOVING))
     options = {each.name for each in before.attribute if each.i} if before is not None else set()
     return bool(options >= {"ceil_mode", "count_include_pad"} or (before is not None and before.op_type == "Softmax"))
-
-
-def _multiplies_by_floats(layer: Any, edges: Edges) -> bool:
-    return edges.source(layer.input[1], MOVING) in edges.stored and _grid_of(layer.input[0], edges) is not None
 
 
 def _grid_of(name: str, edges: Edges) -> Any:
