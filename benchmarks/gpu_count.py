@@ -11,20 +11,24 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import qat
 from benchmarks.kept import RESULTS, kept, table
 from benchmarks.speed_rows import facts_of_run
+from qat.codes.evaluating import on_device
+from qat.codes.evaluation.merging import merged
+from qat.codes.evaluation.program import integer_program
+from qat.integers.evaluation import evaluation_copy
 from qat.kernels import dispatch, plain_formulas
 
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten._assert_async")
@@ -100,10 +104,10 @@ def counted(model: nn.Module, x: Tensor, trains: bool, kernels: bool) -> Count:
     labels = torch.zeros(len(x), dtype=torch.long, device="meta")
     count = Count()
     model.train(trains)
-    for last in (False, True):
+    for _ in range(2):
         count = Count()
         within = kernels_without_values(count) if kernels else plain_formulas()
-        with within, count if last else nullcontext(), torch.set_grad_enabled(trains):
+        with within, count, torch.set_grad_enabled(trains):
             if kernels and trains:
                 model.train()  # derives the graph for this device
             found = model(x)
@@ -111,6 +115,14 @@ def counted(model: nn.Module, x: Tensor, trains: bool, kernels: bool) -> Count:
                 nn.functional.cross_entropy(found, labels).backward()
         model.zero_grad(set_to_none=True)
     return count
+
+
+def program_without_values(model: nn.Module) -> nn.Module:
+    """The integer program of a model's evaluation, on "meta"."""
+    program = integer_program(cast("fx.GraphModule", evaluation_copy(model.eval())))
+    assert program is not None
+    with kernels_without_values(Count()):
+        return merged(on_device(program, torch.device("meta"))[0])
 
 
 def count_of(name: str, batch: int, size: int = 224) -> dict[str, Any]:
@@ -124,9 +136,11 @@ def count_of(name: str, batch: int, size: int = 224) -> dict[str, Any]:
         if kind != "float":
             model = qat.prepare(model, example_inputs=small)
             qat.calibrate(model, [small])
+        program = program_without_values(model) if kind == "kernels" else None
         model = model.to("meta")
         for mode in found:
-            found[mode][kind] = counted(model, x, mode == "train", kind == "kernels").facts
+            run = model if mode == "train" or program is None else program
+            found[mode][kind] = counted(run, x, mode == "train", kind == "kernels").facts
     return {**found, "model": name, "batch": batch, "versions": facts_of_run()["versions"]}
 
 

@@ -1,9 +1,11 @@
 """`Evaluator`: a model's evaluation as an integer program, as long as the model is what the program was made of.
 
-It runs without gradients, on the CPU, where the C kernels are built. A program answers only after it computed the
-model's own integers for the first inputs that it saw: each quantizer's from the same integers before it.
+It runs without gradients, on the CPU where the C kernels are built, or on a GPU with Triton. A program answers only
+after it computed the model's own integers for the first inputs that it saw: each quantizer's from the same integers
+before it.
 """
 
+import copy
 import logging
 from contextlib import suppress
 from functools import partial
@@ -17,6 +19,7 @@ from torch import Tensor, fx, nn
 from qat.analysis.state import not_finite
 from qat.codes.evaluation.grids import shift_of
 from qat.codes.evaluation.merging import merged
+from qat.codes.evaluation.modules import Quantize
 from qat.codes.evaluation.program import QUANTIZER, integer_program
 from qat.codes.training.watched import LAYERS, is_changed, kind_of
 from qat.codes.verdict import is_wanted
@@ -25,7 +28,7 @@ from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import Follower
 from qat.integers.frozen import NotANumberError, stored_offset
 from qat.integers.movement import rests
-from qat.kernels import plain_formulas
+from qat.kernels import passes_values, plain_formulas
 from qat.kernels.cpu.addresses import places_of
 from qat.kernels.cpu.processor import asked_for
 from qat.preparation.prepared_graph import PreparedGraph
@@ -90,7 +93,9 @@ class Evaluator:
                 if program is None or _in_float(program, evaluated):
                     self.reason = "no layer, or not every quantizer, has integers of one byte outside of layers"
                     return
-                self._key, self.program = f"{program.code}{evaluated.code}", merged(program)
+                device = next(model.parameters()).device
+                program, self._seen = on_device(program, device)
+                self._key, self.program = f"{device.type}{program.code}{evaluated.code}", merged(program)
             except (ValueError, RuntimeError) as error:
                 self.reason = first_line(error)
                 return
@@ -111,7 +116,7 @@ class Evaluator:
                     raise
                 except (ValueError, RuntimeError) as error:
                     with plain_formulas():
-                        evaluated(*args, **kwargs)  # which raises too if it is for the inputs, and nothing is kept
+                        evaluated(*_on_cpu(args), **_on_cpu(kwargs))  # which raises too if it is for the inputs
                     same, cause = False, f"fails ({first_line(error)})"
             self._agreed[self._key], self._proof = same, None
             if not same:
@@ -121,9 +126,18 @@ class Evaluator:
         return self.program is not None
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        """The model's result for these arguments; raises NotANumberError if a value is NaN."""
+        """The model's result for these arguments; raises NotANumberError if a value is NaN.
+
+        On a GPU the host does not wait for that, and the whole result is NaN.
+        """
         assert self.program is not None
+        if self._seen is not None:
+            self._seen.zero_()
         result, self.failures = self.program(*args, **kwargs), 0
+        if (seen := self._seen) is not None:
+            result = pytree.tree_map(
+                lambda x: x + seen if isinstance(x, Tensor) and x.is_floating_point() else x, result
+            )
         given = [*args, *kwargs.values()]
         if any(isinstance(x, Tensor) and x.dim() == 4 and not x.is_contiguous() for x in given):
             return result
@@ -131,8 +145,29 @@ class Evaluator:
 
 
 def takes(given: list[Any]) -> bool:
-    """Whether programs take these inputs, besides what is asked of training on kernels."""
-    return not torch.is_grad_enabled() and all(type(x) is Tensor and x.is_cpu and x.numel() for x in given)
+    """Whether programs take these inputs, besides what is asked of training on kernels.
+
+    A CUDA graph would keep the integers that it was recorded with.
+    """
+    if torch.is_grad_enabled() or (any(x.is_cuda for x in given) and torch.cuda.is_current_stream_capturing()):
+        return False
+    return all(type(x) is Tensor and (x.is_cpu or passes_values(x)) and x.numel() for x in given)
+
+
+def on_device(program: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, Tensor | None]:
+    """A program, or a copy on a GPU with the tensor that its quantizers make NaN where a value is."""
+    seen = torch.zeros((), device=device)
+    if not passes_values(seen):
+        return program, None
+    program = copy.deepcopy(program).to(device)  # it shares modules with what it was made of
+    for module in program.modules():
+        if isinstance(module, Quantize):
+            module.seen = seen
+    return program, seen
+
+
+def _on_cpu(values: Any) -> Any:
+    return pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, values)
 
 
 def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args: Args, kwargs: Kwargs) -> bool:
@@ -148,16 +183,16 @@ def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args:
         name: evaluated.get_submodule(path) for path, names in calls.items() for name in names
     }
     stored = {name: stored_offset(each) - shift_of(each) for name, each in quantizers.items()}
-    integers = {name: codes.float() + stored[name] for name, codes in recorder.codes.items()}
+    integers = {name: codes.cpu().float() + stored[name] for name, codes in recorder.codes.items()}
     follower = Follower(calls, integers, "the program")
     with plain_formulas(), follower.following(evaluated), rewinding():
-        ours = evaluated(*args, **kwargs)
+        ours = evaluated(*_on_cpu(args), **_on_cpu(kwargs))
     if any(each.beyond_ties for each in follower.differences):
         return False
     same = zip(pytree.tree_leaves(theirs), pytree.tree_leaves(fast(*args, **kwargs)), strict=True)
     if not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in same):
         return False
-    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs), strict=True)
+    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(_on_cpu(theirs)), strict=True)
     return all(_is_close(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
@@ -173,7 +208,7 @@ def _sample(evaluated: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     if len(lengths) == 1 and lengths.pop() > 1:
         first = pytree.tree_map(lambda x: x[:1] if isinstance(x, Tensor) else x, (args, kwargs))
         with suppress(Exception), plain_formulas():  # of the user's own code
-            evaluated(*first[0], **first[1])
+            evaluated(*_on_cpu(first[0]), **_on_cpu(first[1]))
             return cast("tuple[Args, Kwargs]", first)
     return args, kwargs
 
@@ -217,8 +252,10 @@ def _refusal(model: PreparedGraph) -> str | None:
     if broken := not_finite(model):  # integers would lose it
         return broken
     tensors = [*model.parameters(), *model.buffers()]
-    if any(x.is_inference() or not x.is_cpu or (x.is_floating_point() and x.dtype != torch.float32) for x in tensors):
-        return "a tensor of it is not float32 on the CPU, or was made in inference mode"
+    if any(x.is_inference() or (x.is_floating_point() and x.dtype != torch.float32) for x in tensors):
+        return "a tensor of it is not float32, or was made in inference mode"
+    if len({x.device for x in tensors}) > 1:
+        return "its tensors lie on several devices"
     for name in module_names(model):
         module, kind = model.get_submodule(name), kind_of(model.get_submodule(name))
         if module.training or _has_hooks_of_qat(module):

@@ -251,8 +251,12 @@ class FusedGraph(PreparedGraph):
         x = next(self.parameters()) if x is None else x
         if all_modules_are_hooked():  # type: ignore[no-untyped-call]
             return "a hook on all modules is registered, which waits for each to be called"
-        if passes_values(x) and self.training and not torch.compiler.is_compiling():
-            return None if triton_here(x.detach()) is not None else "no kernels in Triton take its input"
+        if passes_values(x) and not torch.compiler.is_compiling():
+            in_float32 = floating is None or floating.dtype is torch.float32
+            if not self.training and not (in_float32 and not torch.is_autocast_enabled(x.device.type)):
+                return "its input is not float32, or autocast is on"
+            found = triton_here(x.detach(), evaluates=not self.training)
+            return None if found is not None else "no kernels in Triton take its input"
         if floating is not None and not is_plain(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"
         if not x.is_cpu:
@@ -266,3 +270,9 @@ class FusedGraph(PreparedGraph):
         if reason not in self._engine_state.logged:
             self._engine_state.logged |= {reason}
             log.info("%s", reason)
+
+
+def evaluates_on_codes(model: nn.Module) -> bool:
+    """Whether the last evaluation of a model, or of a part of it, ran an integer program."""
+    states = (module._engine_state for module in model.modules() if isinstance(module, FusedGraph))
+    return any(state.evaluator is not None and state.evaluator.program is not None for state in states)

@@ -107,14 +107,14 @@ def _launches_at(x: Tensor) -> bool:
     return passes_values(x) and (tried or not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def triton_here(x: Tensor) -> Any:
-    """The module of Triton's kernels over chains, if they take tensors such as x; else None."""
+def triton_here(x: Tensor, evaluates: bool = False) -> Any:
+    """The module of Triton's kernels over chains, or that over codes, if they take tensors such as x; else None."""
     found = triton_kernels() if type(x) is Tensor and not plain_here() and _launches_at(x) else None
-    if found is None or x.dtype not in found.DTYPES:
+    if found is None or not (evaluates or x.dtype in found.DTYPES):
         return None
-    from qat.kernels.triton import chains
+    from qat.kernels.triton import chains, codes
 
-    return chains
+    return codes if evaluates else chains
 
 
 @functools.cache

@@ -30,9 +30,9 @@ ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
 ONE_VALUE = "Expected more than 1 value per channel"
 """Torch's error for a batch without variance; programs whose float step raises it are checked all the same."""
 
-OF_THE_REFERENCE = ("modified by an inplace operation", "view size is not compatible")
+SAID = ("modified by an inplace operation", "view size is not compatible", "prepare the changed model again")
 """Torch's errors when a changed module overwrites a tensor that backward needs, which a kernel that saves codes avoids,
-and for a memory format of which it takes no view, where `prepare` reshapes."""
+and for a memory format of which it takes no view, where `prepare` reshapes; ours where a change cannot be followed."""
 
 
 @dataclass(frozen=True)
@@ -292,8 +292,9 @@ def _agree(
         if isinstance(expected, Exception) or isinstance(found, Exception):
             if isinstance(expected, Exception) and isinstance(found, Exception):
                 return
-            if isinstance(expected, RuntimeError) and any(each in str(expected) for each in OF_THE_REFERENCE):
-                raise Refused(stage, _first_line(expected))
+            for error in (expected, found):
+                if isinstance(error, (RuntimeError, ValueError)) and any(each in str(error) for each in SAID):
+                    raise Refused(stage, _first_line(error))
             raise Failure(f"{stage} raises", _told(expected, found))
         if not differing(expected, found):
             return

@@ -16,7 +16,7 @@ from qat.export.onnxruntime.session import default_is_exact
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.integers.following import LayerDifference
 
-ROUNDING = 1e-10
+ROUNDING = 1e-8
 """A step so small has values that are rounding alone: the mean of what an InstanceNorm centred."""
 
 

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
+from qat.codes.graph import evaluates_on_codes
 from qat.codes.operators.add import _add_quantize_backward
 from qat.codes.operators.norm import _norm_quantize_backward, sizes_of
 from qat.functional.lsq import LSQFunction, LSQPlusFunction
 from qat.kernels import dispatch, plain_formulas
 from qat.kernels.triton import chains, quantizers
+from tests.kernels import test_kernels_integers as integers
 
 CLIPS = ((-math.inf, math.inf), (0.0, math.inf), (0.0, 6.0))
 SHAPES = (
@@ -187,6 +189,52 @@ def compare_engine(layout: torch.memory_format, bits: int) -> None:
     assert verdict.distrusted == (), verdict
 
 
+class Gated(nn.Module):
+    """Products of bytes and of floats, a pool, a table, a gate, sums, and a mean between codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 1, stride=2), nn.Conv2d(16, 8, 1)
+        self.d, self.e, self.f = nn.Conv2d(8, 8, 3, groups=8, padding=1), nn.Conv2d(8, 16, 1), nn.Conv2d(16, 8, 1)
+        self.g, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c(F.relu(self.b(F.max_pool2d(F.relu(self.g(F.relu(self.a(x)))), 2))))
+        y = F.hardswish(self.d(x))
+        gate = torch.sigmoid(self.f(F.relu(self.e(y.mean((2, 3), keepdim=True)))))
+        z = F.relu(y * gate + x)
+        return self.fc((z + self.c(self.b(z).repeat(1, 1, 2, 2)[:, :, : z.shape[2], : z.shape[3]])).mean((2, 3)))
+
+
+def evaluated(net: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model that has not been evaluated yet, its images, and the result of a copy."""
+    x = torch.randn(20, 3, 10, 9)
+    model = qat.prepare(net, example_inputs=x).eval()
+    qat.calibrate(model, [x])
+    with torch.no_grad():
+        return copy.deepcopy(model), x, model(x)
+
+
+def compare_evaluation(models: list[tuple[nn.Module, Tensor, Tensor]]) -> int:
+    """The tests of the kernels in C, here in Triton, and models: to the bit as on the CPU."""
+    for shape, layout in itertools.product(integers.SHAPES, integers.LAYOUTS):
+        integers.test_sums_and_products_of_codes(shape, layout)
+        for to in (integers.TO, None):
+            integers.test_what_follows_sums(shape, to)
+    kinds: set[torch.dtype | None] = set()
+    for model, x, wanted in models:
+        for layout in integers.LAYOUTS:
+            with torch.no_grad():
+                assert torch.equal(model(x.to(memory_format=layout)), wanted) and evaluates_on_codes(model)
+            kinds |= {getattr(step, "kind", None) for step in model._engine_state.evaluator.program.modules()}
+        spoilt = x.clone()
+        spoilt[0, 0, 0, 0] = math.nan
+        with torch.no_grad():
+            assert model(spoilt).isnan().all() and torch.equal(model(x), wanted)
+    assert {torch.int8, torch.float32, torch.uint8} <= kinds
+    return len(models)
+
+
 def main() -> None:
     torch.manual_seed(0)
     quantized, tried = compare_quantizers(), 0
@@ -197,7 +245,9 @@ def main() -> None:
             compare_norm(y, grad, grid_for(affine, clip), follows, moves)
         compare_sum(y, y.flip(0), grad, grid_for(affine, clip))
         tried += 4
+    models = [evaluated(net) for net in (Net(), Gated())]
     dispatch.TRITON_DEVICES.add("cpu")
+    dispatch.triton_kernels.cache_clear()
     launched = []
     for name in ("norm_quantize", "sum_quantize"):
         kernel = getattr(chains, name)
@@ -206,7 +256,7 @@ def main() -> None:
         compare_engine(layout, bits)
         tried += 1
     assert launched.count(kernel) > 12 and len({*launched}) == 2
-    print(quantized, tried)
+    print(quantized, tried, compare_evaluation(models))
 
 
 if __name__ == "__main__":  # pytest imports every file for its doctests

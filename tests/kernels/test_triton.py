@@ -36,17 +36,21 @@ def test_values_gradients_and_training_are_those_of_the_formulas() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.interpreted"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["99", "82"]
+    assert done.stdout.split() == ["99", "82", "2"]
 
 
 def test_a_step_launches_few_kernels_and_never_waits() -> None:
     """Seen without a device; docs/measurements.md has larger models."""
     from benchmarks.gpu_count import count_of
 
-    train = count_of("resnet18", 1024, 64)["train"]
+    found = count_of("resnet18", 1024, 64)
+    train, evaluation = found["train"], found["eval"]
     assert [each["waits"] for each in train.values()] == [0, 0, 0]
     assert train["kernels"]["kernels"] <= 1.75 * train["float"]["kernels"]
     assert train["kernels"]["gigabytes"] <= 1.2 * train["float"]["gigabytes"]
+    assert evaluation["kernels"]["waits"] == 0
+    assert evaluation["kernels"]["kernels"] <= 1.1 * evaluation["float"]["kernels"]
+    assert evaluation["kernels"]["gigabytes"] <= 0.9 * evaluation["float"]["gigabytes"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -96,3 +100,37 @@ def test_where_they_do_not_run_the_formula_does_and_the_log_says_why(
     dispatch.triton_kernels.cache_clear()
     (said,) = caplog.messages
     assert said.startswith("QAT_KERNELS=off: " if off else "no kernels in Triton (")
+
+
+CODES: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
+    "_quantize_codes": ({"x": "*fp32", "seen": "*fp32"}, {}),
+    "_values": ({"out": "*fp32"}, {}),
+    "_requantize": (
+        {"sums": "*i32", "shift": "*i32", "bias": "*fp32", "scale": "*fp32"},
+        {"shifts": True, "quantizes": True, "looks_up": False},
+    ),
+    "_join": ({}, {"adds": True, "gates": False}),
+    "_look_up": ({}, {}),
+}
+"""Pointers that are not to bytes, and constants."""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", CODES)
+def test_those_of_evaluation_are_built_too(name: str, capability: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from qat.kernels.triton import codes
+
+    kernel, (pointers, given) = getattr(codes, name), CODES[name]
+    constants = {**given, "block": codes.BLOCK}
+    bytes_read = [each for each in ("codes", "table", "a", "b", "out") if each in kernel.arg_names]
+    whole = [each for each in ("count", "channels", "inner", "period") if each in kernel.arg_names]
+    signature = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(bytes_read, "*u8") | pointers
+    signature |= dict.fromkeys(whole, "i32") | dict.fromkeys(constants, "constexpr")
+    wide = [place for place, each in enumerate(kernel.arg_names) if signature[each][0] == "*" or each in whole]
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in wide})
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=codes.OPTIONS).asm["ptx"]
+    assert "st.global.v" in ptx and "ld.global.v" in ptx and ".local" not in ptx

@@ -1,9 +1,10 @@
-"""Evaluation on integers: what stands between uint8 codes, in C where it is built, else in torch's operations.
+"""Evaluation on integers: what stands between uint8 codes, in C or Triton where they are, else in torch's operations.
 
 Each function computes in float32, in the order of operations in which layers evaluate: the codes are the same in both.
 """
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,17 +16,20 @@ from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import NO_CLIP, Levels, compiled, threads_for
 from qat.kernels.cpu.quantizers import dequantize as dequantize_in_c
 from qat.kernels.cpu.structures import Extent, Grid, Rescaling
-from qat.kernels.dispatch import plain_here
+from qat.kernels.dispatch import passes_values, plain_here, triton_here
 
 NO_GRID = Grid(1.0, 0.0, 0.0, 0.0)
+
+MIDDLE = 128
+"""What a code in int8, as a GPU multiplies bytes, has less than one in uint8."""
 
 
 class CodeGrid:
     """The grid of uint8 codes, value = (code - zero) * step with low <= code <= high, as operators and C take it."""
 
     def __init__(self, step: float, zero: float, low: float, high: float) -> None:
-        self.step, self.zero, self.low, self.high = step, zero, low, high
-        self.levels = Grid(step, zero, low, high)
+        self.step, self.zero, self.low, self.high = self.numbers = step, zero, low, high
+        self.levels = Grid(*self.numbers)
         self.qparams, self.shift = (torch.tensor(pair, dtype=torch.float32) for pair in ((step, zero), (1.0, zero)))
         scale, point = self.qparams[:1].clone(), self.qparams[1:].clone()
         self.learned = [scale, scale, point], Levels(low, high, 0.0, 1.0, 0.0)
@@ -35,43 +39,73 @@ def _in_c(x: Tensor) -> bool:
     return x.is_cpu and x.numel() > 0 and not plain_here() and library() is not None
 
 
-def quantize(x: Tensor, grid: CodeGrid) -> tuple[Tensor, bool]:
+def _in_triton(x: Tensor) -> Any:
+    return triton_here(x, evaluates=True) if passes_values(x) and x.numel() else None
+
+
+def _reading(codes: Tensor, grid: CodeGrid) -> tuple[float, float]:
+    return grid.step, grid.zero - MIDDLE if codes.dtype is torch.int8 else grid.zero
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if is_dense(x) else x.contiguous()
+
+
+def quantize(x: Tensor, grid: CodeGrid, seen: Tensor | None = None) -> tuple[Tensor, bool]:
     """clamp(round(x / step) + zero, low, high), halves to even, and whether a value was NaN, which no code stands for.
 
-    The codes have the strides of x if it is dense.
+    The codes have the strides of x if it is dense. `seen`: becomes NaN then on a GPU, so that the host need not wait.
     """
+    if (triton := _in_triton(x)) is not None:
+        return triton.quantize(_dense(x), grid, x.new_empty((), dtype=torch.float32) if seen is None else seen), False
     if _in_c(x) and x.dtype is torch.float32:
-        codes, qparams = quantize_codes(x if is_dense(x) else x.contiguous(), *grid.learned)
+        codes, qparams = quantize_codes(_dense(x), *grid.learned)
         return codes, math.isnan(qparams[0].item())
     v = torch.round(x.float() / grid.step) + grid.zero
     return _bytes(v, grid), bool(v.isnan().any())
 
 
+def centered(codes: Tensor) -> Tensor:
+    """codes - 128 in int8."""
+    if (triton := _in_triton(codes)) is not None:
+        return cast("Tensor", triton.dequantize(_dense(codes), 1.0, float(MIDDLE), torch.int8))
+    return (codes.int() - MIDDLE).to(torch.int8)
+
+
 def dequantize(codes: Tensor, grid: CodeGrid, step: bool = True) -> Tensor:
     """(codes - zero) * step in float32; without `step`, the integers codes - zero."""
     qparams = grid.qparams if step else grid.shift
+    if (triton := _in_triton(codes)) is not None:
+        width, zero = _reading(codes, grid)
+        return cast("Tensor", triton.dequantize(_dense(codes), width if step else 1.0, zero))
     if _in_c(codes):
-        return dequantize_in_c(codes if is_dense(codes) else codes.contiguous(), qparams)
+        return dequantize_in_c(_dense(codes), qparams)
     return _dequantize(codes, qparams)
 
 
 def requantize(
     sums: Tensor, bias: Tensor, scale: Tensor, axis: int, clip: tuple[float, float] = NO_CLIP,
-    to: CodeGrid | None = None, table: Tensor | None = None, centered: bool = False,
+    to: CodeGrid | None = None, table: Tensor | None = None, kind: torch.dtype = torch.uint8,
+    shift: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The codes on the grid `to` of clamp((sums + bias) * scale, *clip), or these floats without it.
 
     Args:
-        sums: float32 or float64 integers.
+        sums: float32 or float64 integers, or int32.
         bias, scale: float32, one for each channel, which lie on `axis` of sums.
         axis: 1, or the last.
         clip: floor and ceiling.
         to: the grid of the result.
         table: 256 bytes or floats, of which those at the codes are the result instead.
-        centered: code - zero is the result instead, in float32.
+        kind: float32 means that code - zero is the result instead, int8 that code - 128 is.
+        shift: of int32 sums, an integer for each channel that they lack.
     """
+    if (triton := _in_triton(sums)) is not None:
+        sums, inner = _with_channels(sums, axis)
+        kind = table.dtype if table is not None else torch.float32 if to is None else kind
+        return cast("Tensor", triton.requantize(sums, shift, bias, scale, inner, clip, to, table, kind))
     if _in_c(sums) and sums.dtype is torch.float32 and (rows := _channels_innermost(sums, axis)) is not None:
-        kind = table.dtype if table is not None else torch.float32 if to is None or centered else torch.uint8
+        kind = table.dtype if table is not None else torch.float32 if to is None else kind
         given, channels, count = elements_at("sums", rows, rows), bias.numel(), rows.numel()
         result, at = empty_at(rows, kind)
         compiled().requantize(
@@ -88,14 +122,18 @@ def requantize(
     codes = _bytes(torch.round(y / to.step) + to.zero, to)
     if table is not None:
         return table[codes.int()]
-    return codes.float() - to.zero if centered else codes
+    return codes.float() - to.zero if kind is torch.float32 else codes
 
 
 def add(
-    a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP
-) -> Tensor:
-    """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on `grids`."""
-    if _in_c(a) and a.shape == b.shape and is_dense(a) and a.stride() == b.stride():
+    a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP,
+    kind: torch.dtype = torch.uint8,
+) -> Tensor:  # fmt: skip
+    """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on `grids`; `kind`: on a GPU."""
+    alike = a.shape == b.shape and is_dense(a) and a.stride() == b.stride()
+    if alike and (triton := _in_triton(a)) is not None:
+        return cast("Tensor", triton.join(a, b, *map(_reading, (a, b), grids), to, clip, kind, True, None))
+    if alike and _in_c(a):
         codes: Tensor = add_quantize(a, b, grids[0].qparams, grids[1].qparams, clip, *to.learned)[0]
         return codes
     y = (dequantize(a, grids[0]) + dequantize(b, grids[1])).clamp(*clip)
@@ -103,13 +141,20 @@ def add(
 
 
 def multiply(
-    a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP
-) -> Tensor:
+    a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP,
+    kind: torch.dtype = torch.uint8,
+) -> Tensor:  # fmt: skip
     """The codes on the grid `to` of clamp(a * b, *clip), for codes on `grids`, which may broadcast."""
     if a.numel() < b.numel():
         a, b, grids = b, a, grids[::-1]
+    gated = a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1)
+    alike = gated or (a.shape == b.shape and is_dense(a) and a.stride() == b.stride())
+    if alike and (triton := _in_triton(a)) is not None:
+        a, inner = _with_channels(a, 1) if gated else (a, None)
+        b = b.contiguous() if gated else b
+        return cast("Tensor", triton.join(a, b, *map(_reading, (a, b), grids), to, clip, kind, False, inner))
     gates, (source, _) = dequantize(b, grids[1]), grids
-    rows = _channels_innermost(a, 1) if a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1) and clip == NO_CLIP else None
+    rows = _channels_innermost(a, 1) if gated and clip == NO_CLIP else None
     if not _in_c(a) or rows is None:
         return quantize((dequantize(a, source) * gates).clamp(*clip), to)[0]
     given, (images, channels, *sizes) = elements_at("codes", rows, rows, torch.uint8), a.shape
@@ -123,8 +168,10 @@ def multiply(
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:
     """table[codes], for a table of 256 bytes."""
+    if (triton := _in_triton(codes)) is not None:
+        return cast("Tensor", triton.look_up(_dense(codes), table))
     if _in_c(codes):
-        codes = codes if is_dense(codes) else codes.contiguous()
+        codes = _dense(codes)
         given, count = elements_at("codes", codes, codes, torch.uint8), codes.numel()
         out, at = empty_at(codes, torch.uint8)
         compiled().look_up(given, at, count, numbers_at("table", table, 256, torch.uint8), threads_for(count))
@@ -141,3 +188,9 @@ def _channels_innermost(x: Tensor, axis: int) -> Tensor | None:
     if axis % x.dim() == x.dim() - 1:
         return x if x.is_contiguous() else None
     return x if x.dim() == 4 and axis == 1 and x.is_contiguous(memory_format=torch.channels_last) else None
+
+
+def _with_channels(x: Tensor, axis: int) -> tuple[Tensor, int]:
+    """x without gaps, and how far apart two channels of this axis lie."""
+    rows = _channels_innermost(x, axis)
+    return (x.contiguous(), math.prod(x.shape[axis % x.dim() + 1 :])) if rows is None else (rows, 1)

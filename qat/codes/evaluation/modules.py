@@ -11,7 +11,7 @@ from qat.codes.evaluation.arithmetic import CodeGrid
 from qat.codes.operators.pool import LARGEST_WINDOW, max_pool_codes
 from qat.functional.tensors import require_floating
 from qat.integers.frozen import NotANumberError
-from qat.kernels.dispatch import plain_here
+from qat.kernels.dispatch import passes_values, plain_here
 
 
 class Quantize(nn.Module):
@@ -20,10 +20,11 @@ class Quantize(nn.Module):
     def __init__(self, to: CodeGrid, name: str = "") -> None:
         super().__init__()
         self.grid, self.name = to, name
+        self.seen: Tensor | None = None  # on a GPU: becomes NaN where a value is
 
     def forward(self, x: Tensor) -> Tensor:
         """uint8 codes of floats."""
-        codes, has_nan = arithmetic.quantize(require_floating(x, self.name), self.grid)
+        codes, has_nan = arithmetic.quantize(require_floating(x, self.name), self.grid, self.seen)
         if has_nan:
             raise NotANumberError(self.name)
         return codes
@@ -54,12 +55,13 @@ class Join(nn.Module):
 
     def __init__(self, kind: str, sources: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float]) -> None:
         super().__init__()
-        self.kind, self.sources, self.grid, self.clip = kind, sources, to, clip
+        self.operation, self.sources, self.grid, self.clip, self.kind = kind, sources, to, clip, torch.uint8
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """uint8 codes of uint8 codes."""
-        join = arithmetic.add if self.kind == "add" else arithmetic.multiply
-        return join(a, b, self.sources, self.grid, self.clip)
+        """Codes of codes, in the dtype that their readers want."""
+        join = arithmetic.add if self.operation == "add" else arithmetic.multiply
+        codes = join(a, b, self.sources, self.grid, self.clip, self.kind)
+        return codes if codes.dtype is self.kind else arithmetic.centered(codes)
 
 
 class Table(nn.Module):
@@ -85,7 +87,7 @@ class MaxPool(nn.Module):
         """uint8 codes of uint8 codes, (N, C, H, W) or (C, H, W)."""
         if codes.dim() == 3:
             return cast("Tensor", self(codes[None])[0])
-        if math.prod(self.window[:2]) > LARGEST_WINDOW:
+        if math.prod(self.window[:2]) > LARGEST_WINDOW or passes_values(codes):
             kernel, stride, padding, dilation = (self.window[k : k + 2] for k in (0, 2, 4, 6))
             pooled = torch.max_pool2d(codes.float(), kernel, stride, padding, dilation, bool(self.window[8]))
         else:

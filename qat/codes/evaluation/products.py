@@ -8,13 +8,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qat.codes.evaluation.arithmetic import CodeGrid, dequantize, requantize
+from qat.codes.evaluation.arithmetic import MIDDLE, CodeGrid, centered, dequantize, requantize
 from qat.codes.operators.geometry import MOST_INPUTS, Geometry
 from qat.codes.operators.product import layer_geometry
 from qat.kernels.cpu import onednn
 from qat.kernels.cpu.quantizers import NO_CLIP
+from qat.kernels.dispatch import passes_values
 from qat.layers import IntegerWeight, QuantFunction, QuantLayer, QuantLinear
 from qat.layers.conv import QuantConvolution
+from qat.torch_internals import product_of_bytes
 
 log = logging.getLogger("qat")
 
@@ -77,24 +79,41 @@ class Product(nn.Module):
         self.scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
         self.sums = Sums()
         self.table: Tensor | None = None
-        self.centered = False
+        self.kind = torch.uint8
+        missing = (MIDDLE - int(source.zero)) * integers.codes.detach().flatten(1).sum(1)
+        self.shift = nn.Buffer(missing.to(torch.int32))
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Codes on the grid `to`, or floats if it is None; see `requantize` for `table` and `centered`."""
+        """Codes on the grid `to`, or floats if it is None; see `requantize` for `table` and `kind`."""
         if codes.dim() < self.weight.dim():  # an image without a batch
             return cast("Tensor", self(codes[None])[0])
         run = self.sums.run = self.sums.run or self._fastest()
-        axis = -1 if self.weight.dim() == 2 else 1
-        return requantize(run(codes), self.bias, self.scale, axis, self.clip, self.grid, self.table, self.centered)
+        axis, sums = -1 if self.weight.dim() == 2 else 1, run(codes)
+        shift = self.shift if sums.dtype is torch.int32 else None
+        return requantize(sums, self.bias, self.scale, axis, self.clip, self.grid, self.table, self.kind, shift)
+
+    def reads(self) -> torch.dtype:
+        """The dtype in which this machine multiplies the codes: uint8, float32 for code - zero, int8 for code - 128."""
+        if passes_values(self.weight):
+            return torch.int8 if self._is_of_bytes() else torch.float32
+        return torch.uint8 if self.multiplies_integers() else torch.float32
+
+    def _is_of_bytes(self) -> bool:
+        """Whether a GPU's product of two matrices of bytes takes this layer."""
+        pointwise = self.weight[0].numel() == self.weight.shape[1] and self.weight.dim() in (2, 4)
+        return pointwise and not any(self.geometry.padding) and not any(size % 8 for size in self.weight.shape[:2])
 
     def multiplies_integers(self) -> bool:
         """Whether oneDNN's integer kernels take this product on this machine."""
         few_axes = len(self.geometry.stride) in (0, 2) and self.weight[0].numel() <= MOST_INPUTS
-        return few_axes and self.geometry.is_exact(self.weight.shape) and not onednn.is_emulated()
+        here = not passes_values(self.weight) and not onednn.is_emulated()
+        return here and few_axes and self.geometry.is_exact(self.weight.shape)
 
     def _fastest(self) -> Callable[[Tensor], Tensor]:
         """The fastest exact sums on this machine."""
         geometry, weight = self.geometry, self.weight
+        if passes_values(weight):
+            return self._tried(self._in_bytes() if self._is_of_bytes() else self._in_float())
         if not self.multiplies_integers():
             return self._in_float()
         packed = onednn.PackedWeight(weight, int(self.source.zero), *(geometry if geometry.stride else ()))
@@ -116,11 +135,46 @@ class Product(nn.Module):
 
         return run
 
-    def _in_float(self) -> Callable[[Tensor], Tensor]:
+    def _tried(self, fast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Sums on a GPU, whose libraries may round those of floats: in TF32, or in transforms of small windows."""
+
+        def run(codes: Tensor) -> Tensor:
+            sums = fast(codes)
+            if not self.sums.proven and not self._are_exact(sums[:1], codes[:1]):
+                raise RuntimeError(f"a product of {tuple(self.weight.shape)} is not exact in float32 on this device")
+            self.sums.proven = True
+            return sums
+
+        return run
+
+    def _are_exact(self, sums: Tensor, codes: Tensor) -> bool:
+        exact = self._in_float(torch.float64)(codes)
+        if sums.dtype is torch.int32:
+            sums = sums + self.shift.view([-1, *[1] * (sums.dim() - 2)] if self.geometry.stride else [-1])
+        return torch.equal(sums.float(), exact)
+
+    def _in_bytes(self) -> Callable[[Tensor], Tensor]:
+        """int32 sums of (code - 128) * weight, which `shift` completes; of few rows, those of floats."""
+        geometry, in_float = self.geometry, functools.cache(self._in_float)
+        columns = self.weight.flatten(1).t()
+
+        def run(codes: Tensor) -> Tensor:
+            if geometry.rows(codes.shape, self.weight.shape) <= 16:  # as cuBLAS demands
+                return in_float()(codes)
+            if geometry.stride:
+                codes = codes[:, :, :: geometry.stride[0], :: geometry.stride[1]].permute(0, 2, 3, 1)
+            codes = codes.contiguous()
+            rows = codes if codes.dtype is torch.int8 else centered(codes)
+            sums = product_of_bytes(rows.flatten(0, -2), columns).view(*rows.shape[:-1], -1)
+            return sums.permute(0, 3, 1, 2) if geometry.stride else sums
+
+        return run
+
+    def _in_float(self, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Tensor]:
         """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""
         geometry, source = self.geometry, self.source
         reach = max(source.zero - source.low, source.high - source.zero)
-        channels, dtype = -len(geometry.stride) - 1, torch.float32
+        channels = -len(geometry.stride) - 1
         weight = self.weight.int()
         for parts in range(1, MOST_PARTS + 1 if geometry.groups == 1 else 2):  # the channels of groups do not split
             pieces = weight.tensor_split(parts, 1)
@@ -131,6 +185,8 @@ class Product(nn.Module):
         weights = [_nearest(piece.to(dtype)) for piece in pieces]
 
         def run(codes: Tensor) -> Tensor:
+            if codes.dtype is torch.int8:
+                codes = (codes.int() + MIDDLE).to(torch.uint8)
             x = codes if codes.is_floating_point() else dequantize(_nearest(codes), source, step=False)
             x = x.to(dtype)
             split = zip(x.tensor_split(parts, channels), weights, strict=True)
