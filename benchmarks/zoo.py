@@ -63,7 +63,7 @@ def _run(command: list[str], bounds: Bounds, log: Path) -> str | None:
     """Why a process ended early, or was stopped; None if all went well."""
     ends = time.monotonic() + bounds.seconds
     # glibc would keep most of what large models free: three times their size
-    environment = {**os.environ, "OMP_NUM_THREADS": str(bounds.threads), "MALLOC_MMAP_THRESHOLD_": str(2**18)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(bounds.threads), "MALLOC_MMAP_THRESHOLD_": str(2**26)}
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
