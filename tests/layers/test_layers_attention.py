@@ -5,15 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
 from qat.layers.attention import QuantMultiheadAttention, operand_spec, probability_spec
-from qat.layers.attention_core import additive_mask, attend
+from qat.layers.attention_core import additive_mask
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
-from tests.layers.twin_case import ATTENTIONS, Array, fine_twin, grid_codes, grid_product
+from tests.layers.twin_case import ATTENTIONS, CASES, Array, fine_twin, grid_codes, grid_product
 from tests.references.rule_specs import plain
 
 NARROW = plain(bits=4, narrow_range=True, rule="minmax")
@@ -37,33 +36,16 @@ modules = pytest.mark.parametrize("module", ATTENTIONS)
 calls = pytest.mark.parametrize("call", CALLS)
 
 
-def arguments_of(module: str) -> dict[str, Any]:
-    return {"embed_dim": 8, "num_heads": 2, **ATTENTIONS[module]}
-
-
-def float_layer(module: str, **changes: Any) -> nn.MultiheadAttention:
-    """A float layer with biases that are not 0."""
+def fine_pair(module: str) -> tuple[nn.MultiheadAttention, QuantMultiheadAttention, Any]:
+    """A float layer with biases that are not 0, its `fine_twin`, and inputs of N samples."""
     torch.manual_seed(0)
-    layer = nn.MultiheadAttention(**{**arguments_of(module), **changes})
+    case = CASES[f"attention, {module}"]
+    layer = case.float_type(**case.arguments)
     with torch.no_grad():
         for bias in (layer.in_proj_bias, layer.out_proj.bias):
             if bias is not None:
                 bias.normal_()
-    return layer
-
-
-def fine_pair(module: str, **changes: Any) -> tuple[nn.MultiheadAttention, QuantMultiheadAttention, Any]:
-    """A float layer, its `fine_twin`, and inputs."""
-    layer = float_layer(module, **changes)
-    return layer, fine_twin(layer), inputs_for(layer)
-
-
-def inputs_for(layer: nn.MultiheadAttention, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of N samples, in the layer's layout."""
-    shapes = ((L, layer.embed_dim), (S, layer.kdim), (S, layer.vdim))
-    tensors = [torch.randn(N, *shape, dtype=dtype) for shape in shapes]
-    query, key, value = tensors if layer.batch_first else (x.transpose(0, 1) for x in tensors)
-    return query, key, value
+    return layer, fine_twin(layer), case.inputs()
 
 
 def assert_same(got: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
@@ -135,11 +117,11 @@ def reference(twin: Any, inputs: list[Array], mask: Array, integers: bool) -> tu
 def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -> None:
     """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
     torch.manual_seed(1)
-    weight = QuantSpec(bits=bits)
-    spec = QuantSpec(bits=bits, signed=False, symmetric=False)
-    arguments = {**arguments_of(module), "batch_first": True, "dtype": torch.float64}
+    weight, spec = QuantSpec(bits=bits), QuantSpec(bits=bits, signed=False, symmetric=False)
+    case = CASES[f"attention, {module}"]
+    arguments = {**case.arguments, "batch_first": True, "dtype": torch.float64}
     twin = QuantMultiheadAttention(**arguments, weight_spec=weight, activation_spec=spec)
-    inputs = inputs_for(twin, torch.float64)
+    inputs = tuple(x.double() if "batch_first" in case.arguments else x.double().transpose(0, 1) for x in case.inputs())
     qat.calibrate(twin, [(inputs,)])
     twin.train(mode == "train")
     mask = SHORTER[:, None, None] | EARLIER
@@ -152,8 +134,7 @@ def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -
 
 @calls
 def test_masked_probabilities_are_exactly_zero(call: str) -> None:
-    twin = QuantMultiheadAttention(8, 2)
-    inputs = inputs_for(twin)
+    twin, inputs = QuantMultiheadAttention(8, 2), CASES["attention, plain"].inputs()
     qat.calibrate(twin, [(inputs,)])
     options = {**CALLS[call], "need_weights": True, "average_attn_weights": False}
     weights = twin(*inputs, **options)[1]
@@ -187,16 +168,6 @@ def test_rows_masked_entirely_keep_gradients_finite() -> None:
     twin.train()(x, x, x, key_padding_mask=padding, need_weights=False)[0].square().sum().backward()
     gradients = [x.grad, *(parameter.grad for parameter in twin.parameters())]
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
-
-
-def test_attend_without_quantizers_is_torchs_attention() -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(N, 2, L, 8), torch.randn(N, 2, S, 8), torch.randn(N, 2, S, 5)
-    mask = torch.where(EARLIER, -torch.inf, 0.0)
-    mask[2] = -torch.inf
-    for scale in (None, 0.3):
-        got = attend(query, key, value, mask, lambda _, x: x, scale)[0]
-        torch.testing.assert_close(got, F.scaled_dot_product_attention(query, key, value, mask, scale=scale))
 
 
 @pytest.mark.parametrize(("spec", "operand", "probability"), [

@@ -9,20 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.layers import (
-    QuantBilinear,
-    QuantConvTranspose1d,
-    QuantConvTranspose2d,
-    QuantEmbedding,
-    QuantEmbeddingBag,
-    QuantGRU,
-    QuantLayer,
-    QuantLinear,
-    QuantLSTM,
-    QuantMultiheadAttention,
-    QuantRNN,
-    register_twin,
-)
+from qat.layers import QuantLayer, QuantLinear, QuantMultiheadAttention, register_twin
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.spec import QuantSpec
 from tests.layers.twin_case import grid_for
@@ -195,9 +182,9 @@ def attention(*inputs: Any, **options: Any) -> Any:
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (lambda: QuantLinear(2, 2, activation_spec=8), TypeError,  # type: ignore[arg-type]
      "activation_spec must be a QuantSpec, None or 'default', got 8"),
-    (lambda: QuantConvTranspose1d(2, 2, 3, activation_spec=None)(torch.zeros(1, 2, 6), [8]), TypeError, "output_size="),
-    (lambda: QuantConvTranspose2d(1, 1, 1, padding_mode="reflect"), ValueError, "QuantConvTranspose2d"),
-    (lambda: QuantBilinear(5, 7, 4).integers(grid_for(torch.ones(1))), ValueError, "other_quantizer"),
+    (lambda: qat.QuantConvTranspose1d(2, 2, 3, activation_spec=None)(torch.zeros(1, 2, 6), [8]), TypeError, "size="),
+    (lambda: qat.QuantConvTranspose2d(1, 1, 1, padding_mode="reflect"), ValueError, "QuantConvTranspose2d"),
+    (lambda: qat.QuantBilinear(5, 7, 4).integers(grid_for(torch.ones(1))), ValueError, "other_quantizer"),
     # attention
     (lambda: QuantMultiheadAttention.from_float(replaced_out_proj()), TypeError,
      "out_proj must be a Linear, got QuantLinear"),
@@ -209,23 +196,23 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (lambda: QuantMultiheadAttention(8, 2, activation_spec=ONE_BIT), ValueError, "q, k and v: .*got bits=1"),
     (nested_call, ValueError, "query is a nested tensor"),
     # recurrent layers
-    (lambda: QuantGRU(4, 6)(torch.zeros(2, 3, 5)), ValueError, r"\(L, N, 4\) or \(L, 4\), got \(2, 3, 5\)"),
-    (lambda: QuantGRU(4, 6, batch_first=True)(torch.zeros(4)), ValueError, r"\(N, L, 4\) or \(L, 4\), got \(4,\)"),
-    (lambda: QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError, r"at least one step.*\(2, 0, 4\)"),
-    (lambda: QuantRNN(4, 6)(ROWS, torch.zeros(1, 6)), ValueError, r"h_0 must have shape \(1, 3, 6\), got \(1, 6\)"),
-    (lambda: QuantLSTM(4, 6)(ROWS[0], (torch.zeros(1, 6), torch.zeros(1, 5))), ValueError,
+    (lambda: qat.QuantGRU(4, 6)(torch.zeros(2, 3, 5)), ValueError, r"\(L, N, 4\) or \(L, 4\), got \(2, 3, 5\)"),
+    (lambda: qat.QuantGRU(4, 6, batch_first=True)(torch.zeros(4)), ValueError, r"\(N, L, 4\) or \(L, 4\), got \(4,\)"),
+    (lambda: qat.QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError, r"at least one step.*\(2, 0, 4\)"),
+    (lambda: qat.QuantRNN(4, 6)(ROWS, torch.zeros(1, 6)), ValueError, r"h_0 must have shape \(1, 3, 6\), got \(1, 6\)"),
+    (lambda: qat.QuantLSTM(4, 6)(ROWS[0], (torch.zeros(1, 6), torch.zeros(1, 5))), ValueError,
      r"c_0 must have shape \(1, 6\), got \(1, 5\)"),
-    (lambda: QuantLSTM(4, 6)(ROWS, torch.zeros(1, 3, 6)), TypeError, "hx must be a pair.*got Tensor"),
+    (lambda: qat.QuantLSTM(4, 6)(ROWS, torch.zeros(1, 3, 6)), TypeError, "hx must be a pair.*got Tensor"),
     # tables
-    (lambda: QuantEmbedding(3, 2, activation_spec=QuantSpec()), ValueError,  # type: ignore[arg-type]
+    (lambda: qat.QuantEmbedding(3, 2, activation_spec=QuantSpec()), ValueError,  # type: ignore[arg-type]
      "activation_spec must be None"),
-    (lambda: QuantEmbeddingBag.from_float(nn.EmbeddingBag(3, 2), None, QuantSpec()), ValueError,
+    (lambda: qat.QuantEmbeddingBag.from_float(nn.EmbeddingBag(3, 2), None, QuantSpec()), ValueError,
      "activation_spec must be None"),
-    (lambda: QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")), ValueError,
+    (lambda: qat.QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")), ValueError,
      "sparse=True .*got 'dorefa', 'channel' and 'none'"),
-    (lambda: QuantEmbeddingBag(3, 2, sparse=True, mode="max"), ValueError, "sparse=True .*'max'"),
-    (lambda: QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"), ValueError, "scale_grad_by_freq=True"),
-    (lambda: QuantEmbedding(3, 2, weight_spec=APOT).integers(), ValueError, "'apot', whose values lie on no integer"),
+    (lambda: qat.QuantEmbeddingBag(3, 2, sparse=True, mode="max"), ValueError, "sparse=True .*'max'"),
+    (lambda: qat.QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"), ValueError, "scale_grad_by_freq=True"),
+    (lambda: qat.QuantEmbedding(3, 2, weight_spec=APOT).integers(), ValueError, "'apot', whose values lie on no"),
 ]  # fmt: skip
 
 
