@@ -150,12 +150,6 @@ def test_lsq_plus_learns_its_zero_point_and_acts_as_an_integer():
     assert quantizer(torch.zeros(1)).item() == 0
 
 
-def test_lsq_on_an_affine_grid_does_not_learn_the_zero_point():
-    quantizer = calibrated(QuantSpec(signed=False, symmetric=False))
-    assert [name for name, _ in quantizer.named_parameters()] == ["scale"]
-    assert "zero_point" in quantizer.state_dict()
-
-
 OWN = "; import the module of one of your own first (in a config: imports)"  # point 34
 
 
