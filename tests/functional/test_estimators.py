@@ -173,8 +173,6 @@ def test_nan_is_kept_by_the_kernels_of_float32_too():
     assert lsq_plus_quantize(x, one, missing, -8, 7).isnan().all()
 
 
-CASES = matrix.all_cases()
-
 NO_ESTIMATORS = {"apot_levels", "apply", "bit_cost", "normalize_weight", "scale_gradient"}
 """What of `qat.functional` quantizes nothing."""
 

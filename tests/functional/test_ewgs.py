@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import qat
 from tests.references import rule_specs as specs
 from tests.references.rule_specs import HESSIAN, activation, weight
+from tests.runs.rule_training import same_state, state_of
 
 ROWS = {
     "lsq": ("weight", weight("lsq", 4, HESSIAN)),
@@ -33,10 +34,6 @@ class Quantized(nn.Module):
     def forward(self) -> Tensor:
         self.norm(torch.randn(4, 3))
         return self.quantizer(self.tensor)
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def quadratic(model: Quantized, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -142,7 +139,7 @@ def test_no_batches_and_evaluation_mode_are_refused():
     before = state_of(model)
     with pytest.raises(ValueError, match="batches is empty"):
         qat.update_ewgs(model, quadratic, iter(()))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same_state(state_of(model), before)
     model = specs.prepared(weight("lsq", 4, HESSIAN), activation("lsq", 4)).eval()
     with pytest.raises(ValueError, match=r"train\(\)"):
         qat.update_ewgs(model, lambda model, batch: model(batch).square().mean(), [specs.images()])
@@ -159,4 +156,4 @@ def test_a_failing_batch_leaves_no_traces():
     with pytest.raises(RuntimeError, match="out of memory"):
         qat.update_ewgs(model, loss, [torch.ones(1)])
     assert not model.quantizer._forward_hooks
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "buffers are put back"
+    assert same_state(state_of(model), before), "buffers are put back"
