@@ -13,7 +13,6 @@ import qat
 from qat.quantizer import create_quantizer
 from qat.quantizer.registry import quantizer_class
 from qat.spec import QuantSpec, Role
-from tests.references import rule_specs
 from tests.references import rule_specs as specs
 from tests.references.prepared_case import refused
 from tests.references.rule_specs import AFFINE_WEIGHT, EWGS, GROUPS, SIGNED, TENSOR, activation, weight
@@ -204,7 +203,7 @@ def test_a_rule_that_takes_the_means_away_is_warned_of(bits: int) -> None:
 
 
 KEEPING = [
-    name for name, spec in rule_specs.WEIGHTS.items()
+    name for name, spec in specs.WEIGHTS.items()
     if spec.symmetric and not spec.options.get("normalize") and spec.options.get("rescale") is not False
 ]  # fmt: skip
 """The rules that do not change weights on purpose."""
@@ -213,7 +212,7 @@ KEEPING = [
 @pytest.mark.parametrize("mean", [0.0, 0.02])
 @pytest.mark.parametrize("name", KEEPING)
 def test_no_rule_is_warned_of_for_what_its_bits_cannot_hold(name: str, mean: float) -> None:
-    spec = rule_specs.WEIGHTS[name]
+    spec = specs.WEIGHTS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         calibrated(spec, mean)
