@@ -57,10 +57,8 @@ def test_delta_is_the_formula_on_a_quadratic_loss(role, spec, draws):
     q = model().detach().double()
     traces, deviations = [], []
     for curvature, slope in batches:
-        hessian = torch.autograd.functional.hessian(
-            lambda q, c=curvature, b=slope: (c.flatten() / 2 * q.square() + b.flatten() * q).sum(), q.flatten()
-        )
-        traces.append(hessian.diagonal().mean())
+        loss = lambda q, c=curvature, b=slope: (c.flatten() / 2 * q.square() + b.flatten() * q).sum()  # noqa: E731
+        traces.append(torch.autograd.functional.hessian(loss, q.flatten()).diagonal().mean())
         deviations.append((curvature * q + slope).std(correction=0))
     grouped = model.tensor.reshape(6, 2, 4, 3, 3) if spec.granularity == "group" else model.tensor
     scale = model.quantizer.grid(grouped)[0].double().mean()

@@ -30,9 +30,8 @@ def test_the_defaults_are_the_documented_ones():
     assert (activation.qmin, activation.qmax, activation.symmetric, activation.granularity) == (0, 255, False, "tensor")
     assert default_spec("weight") == weight and default_spec("activation") == activation
     assert QuantSpec(percentile=100).percentile == 100 and QuantSpec(percentile=50.01).percentile == 50.01
-    assert weight == QuantSpec(
-        8, True, True, "channel", "lsq", True, "minmax", 99.99, "sample", options={}, ewgs="none"
-    )
+    written = (8, True, True, "channel", "lsq", True, "minmax", 99.99, "sample")
+    assert weight == QuantSpec(*written, options={}, ewgs="none")
 
 
 EVERY_FORM = {

@@ -105,10 +105,8 @@ def reference(twin: Any, inputs: list[Array], mask: Array, integers: bool) -> tu
     probabilities = grid_codes(twin.probability_quantizer, powers / powers.sum(-1, keepdims=True))
     mixed = matmul(probabilities, value).transpose(0, 2, 1, 3)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
-    return (
-        grid_product(twin.out_proj, mixed, twin.out_proj.weight, twin.out_proj.bias, integers),
-        probabilities[0] * probabilities[1],
-    )
+    output = grid_product(twin.out_proj, mixed, twin.out_proj.weight, twin.out_proj.bias, integers)
+    return output, probabilities[0] * probabilities[1]
 
 
 @modules
