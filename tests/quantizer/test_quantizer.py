@@ -1,7 +1,6 @@
 """Quantizer modules: their state, their range, their gradients, the registry, and the axis of their blocks."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -226,21 +225,16 @@ def test_a_relative_step_multiplies_the_scale():
     torch.testing.assert_close(gradients[1], gradients[0] * quantizer.scale.detach().square())
 
 
-Shape = tuple[int, ...]
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Shape, int]] = {
-    **{f"linear, {len(shape)} axes": (lambda: nn.Linear(8, 4), shape, -1) for shape in [(8,), (3, 8), (2, 3, 8)]},
-    "linear, 4 axes": (lambda: nn.Linear(8, 4), (2, 5, 3, 8), -1),
-    "conv1d": (lambda: nn.Conv1d(8, 4, 3), (2, 8, 6), 1),
-    "conv2d": (lambda: nn.Conv2d(8, 4, 3), (2, 8, 5, 6), 1),
-    "conv2d, one image": (lambda: nn.Conv2d(8, 4, 3), (8, 5, 6), 0),
-    "conv3d": (lambda: nn.Conv3d(8, 4, 3), (2, 8, 4, 5, 6), 1),
-    "functional conv1d": (
-        lambda: Plain(lambda self, x: nn.functional.conv1d(x, self.w), w=nn.Parameter(torch.ones(4, 8, 3))),
-        (2, 8, 6),
-        1,
-    ),
-    "conv_transpose1d": (lambda: nn.ConvTranspose1d(8, 4, 3), (2, 8, 6), 1),
-    "conv_transpose2d": (lambda: nn.ConvTranspose2d(8, 4, 3), (2, 8, 5, 6), 1),
+LINEAR, FUNCTION = nn.Linear(8, 4), Plain(lambda self, x: nn.functional.conv1d(x, self.w), w=nn.Conv1d(8, 4, 3).weight)
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
+    **{f"linear, {len(shape)} axes": (LINEAR, shape, -1) for shape in [(8,), (3, 8), (2, 3, 8), (2, 5, 3, 8)]},
+    "conv1d": (nn.Conv1d(8, 4, 3), (2, 8, 6), 1),
+    "conv2d": (nn.Conv2d(8, 4, 3), (2, 8, 5, 6), 1),
+    "conv2d, one image": (nn.Conv2d(8, 4, 3), (8, 5, 6), 0),
+    "conv3d": (nn.Conv3d(8, 4, 3), (2, 8, 4, 5, 6), 1),
+    "functional conv1d": (FUNCTION, (2, 8, 6), 1),
+    "conv_transpose1d": (nn.ConvTranspose1d(8, 4, 3), (2, 8, 6), 1),
+    "conv_transpose2d": (nn.ConvTranspose2d(8, 4, 3), (2, 8, 5, 6), 1),
 }
 
 
@@ -255,11 +249,11 @@ def blocks_of(x: np.ndarray, axis: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_blocks_lie_along_what_is_summed(name: str) -> None:
-    make, shape, axis = LAYERS[name]
+    layer, shape, axis = LAYERS[name]
     torch.manual_seed(0)
     x = (torch.randn(shape).movedim(axis, -1) * torch.logspace(-2, 2, 8)).movedim(-1, axis).contiguous()
     spec = {"rule": "mxint8", "bits": 8, "symmetric": True, "signed": True, "options": {"block_size": 4}}
-    model = qat.prepare(nn.Sequential(make()), qat.QuantRecipe(activation=spec), x)
+    model = qat.prepare(nn.Sequential(layer), qat.QuantRecipe(activation=spec), x)
     seen: list[Tensor] = []
     model.get_submodule("input_quantizer").register_forward_hook(lambda module, args, y: seen.append(y))
     qat.calibrate(model, [(x,)])
