@@ -183,19 +183,6 @@ def test_grids_of_the_products(spec: QuantSpec, operand: QuantSpec, probability:
     assert used["value_projection.input_quantizer"] == used["out_proj.input_quantizer"] == spec
 
 
-@modules
-def test_inner_weights_are_what_forward_passes(module: str) -> None:
-    _, twin, inputs = fine_pair(module)
-    passed: dict[str, Any] = {}
-    for name in twin.inner_weights():
-        twin.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: passed.update({name: args[1:]}))
-    twin(*inputs)
-    assert list(passed) == ["query_projection", "key_projection", "value_projection"]
-    for name, operands in twin.inner_weights().items():
-        for one, other in zip(operands, passed[name], strict=True):
-            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
-
-
 def test_torchs_encoder_layer_takes_no_way_around_it() -> None:
     """In evaluation without gradients torch tries to compute a whole layer in one float operation."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import qat
-from qat.layers.recurrent import QuantGRU, QuantLSTM, StepProduct
+from qat.layers.recurrent import QuantGRU, QuantLSTM
 from qat.spec import QuantSpec
 from tests.layers.twin_case import CASES, RECURRENT, Array, activations, fine_twin, grid_product
 
@@ -167,19 +167,6 @@ def test_reset_parameters_leaves_the_quantizers() -> None:
     state = twin.state_dict()
     assert all(torch.equal(state[name], value) for name, value in layer.state_dict().items())
     assert all(torch.equal(state[name], value) for name, value in grids.items())
-
-
-@variants
-def test_inner_weights_names_what_forward_multiplies(variant: str) -> None:
-    case = CASES[variant]
-    twin = case.twin_type(**case.arguments)
-    inner = twin.inner_weights()
-    shapes = {name: tuple(weight.shape) for name, (weight, _) in inner.items()}
-    parameters = {name: tuple(value.shape) for name, value in case.float_type(**case.arguments).named_parameters()}
-    assert shapes == {key.replace("weight", "product"): shape for key, shape in parameters.items() if "weight" in key}
-    for name, (_, bias) in inner.items():
-        assert (bias is None) == (name.replace("product", "bias") not in parameters)
-        assert isinstance(twin.get_submodule(name), StepProduct) == ("ih" not in name)
 
 
 def test_a_module_in_place_of_a_product_is_called_at_every_step() -> None:
