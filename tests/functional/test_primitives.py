@@ -12,8 +12,7 @@ from torch import nan
 
 from qat.functional.clamping import clamp_ste
 from qat.functional.codebooks.binary import binary_quantize
-from qat.functional.ewgs import ewgs_gradient, ewgs_round
-from qat.functional.lsq import lsq_quantize
+from qat.functional.ewgs import ewgs_round
 from qat.functional.rounding import StochasticRoundSTEFunction, stochastic_round_ste
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
@@ -98,17 +97,6 @@ def test_ewgs_differentiated_by_the_gradient_gives_the_bracket():
     (grad_x,) = torch.autograd.grad(ewgs_round(x, 0.5), x, grad, create_graph=True)
     (bracket,) = torch.autograd.grad(grad_x.sum(), grad)
     assert bracket.tolist() == [1.125, 0.875, 1.0]
-
-
-def test_ewgs_before_lsq_is_ewgs_of_that_grid():
-    x, scale, delta = leaf([-9.0, -2.0, -0.6, -0.3, 0.1, 0.4, 0.9, 9.0]), leaf(0.5), 0.3
-    y = lsq_quantize(ewgs_gradient(x, scale, delta), scale, -8, 7)
-    plain = leaf(0.5)
-    to_x, to_scale = gradients(y, x, scale)
-    v, grad = proof.array(x) / 0.5, cotangent(y).numpy()
-    expected = grad * (1 + delta * np.sign(grad) * (v - np.rint(v))) * ((v >= -8) & (v <= 7))
-    np.testing.assert_allclose(to_x.numpy(), expected, **proof.TIGHT)
-    assert to_scale == gradients(lsq_quantize(x, plain, -8, 7), plain)[0]
 
 
 def soft_reference(x: np.ndarray, temperature: float) -> np.ndarray:
