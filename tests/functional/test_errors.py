@@ -18,28 +18,22 @@ from qat.functional.codebooks.ternary import ternary_scale
 from qat.post_training import AdaRound, CrossLayerEqualization, QDrop
 from qat.targets import profile_of
 from qat.text import check_types
+from tests import estimator_matrix as matrix
 
 ONE, HALF, WEIGHT = torch.tensor(1.0), torch.tensor([0.5]), torch.zeros(4, 3)
 INF, NAN = math.inf, math.nan
 
-TAKING_FLOATS = [
-    (F.round_ste, ()), (F.floor_ste, ()), (F.ceil_ste, ()), (F.trunc_ste, ()), (F.stochastic_round_ste, ()),
-    (F.sign_ste, ()), (F.ternary_sign_ste, ()), (F.clamp_ste, (0.0, 1.0)), (F.error_decay_sign, (0.5,)),
-    (F.ewgs_round, (0.1,)),
-    (F.ewgs_gradient, (1.0, 0.1)), (F.soft_round, (1.0,)), (F.dsq_round, (0.5,)), (F.lsq_quantize, (ONE, -8, 7)),
-    (F.lsq_plus_quantize, (ONE, ONE, -8, 7)), (F.fake_quantize, (ONE, ONE, -8, 7)), (F.pact_quantize, (ONE, 4)),
-    (F.dorefa_quantize_weight, (4,)), (F.dorefa_quantize_activation, (4,)), (F.apot_quantize, (ONE, 4)),
-    (F.normalize_weight, ()), (F.learned_bits_quantize, (ONE, ONE)), (F.binary_quantize, ()), (binary_scale, ()),
-    (F.ternary_quantize, ()), (ternary_scale, ()), (F.ttq_quantize, (ONE, ONE)),
-    (F.n2uq_quantize, (ONE, torch.ones(3), ONE)), (F.float_quantize, (ONE, "e4m3")), (F.mx_quantize, ("e4m3",)),
-]  # fmt: skip
+CASES = [case for case in matrix.all_cases() if not case.name.startswith(("positive_scale", "stochastic_round_ste,"))]
+TAKING_FLOATS = {case.name.split(",")[0]: (case.function, *case.inputs) for case in CASES}
+TAKING_FLOATS |= {"binary_scale": (binary_scale, WEIGHT), "ternary_scale": (ternary_scale, WEIGHT)}
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
-@pytest.mark.parametrize(("function", "rest"), TAKING_FLOATS, ids=lambda each: getattr(each, "__name__", ""))
-def test_only_floating_point_tensors_are_taken(function, rest, dtype):
-    with pytest.raises(TypeError, match=f"^{function.__name__}: .*got {dtype}"):
-        function(torch.ones(2, 2, dtype=dtype), *rest)
+@pytest.mark.parametrize("name", TAKING_FLOATS)
+def test_only_floating_point_tensors_are_taken(name, dtype):
+    function, x, *rest = TAKING_FLOATS[name]
+    with pytest.raises(TypeError, match=f"^{name}: .*got {dtype}"):
+        function(x.to(dtype), *rest)
 
 
 @pytest.mark.parametrize(("function", "rest"), [

@@ -151,14 +151,11 @@ def test_uniform_grids_have_their_levels_in_order_and_hold_zero(x, step, bits, z
     qmin, qmax = reference.bounds(bits, signed=True)
     scale, zero_point = torch.tensor(step, dtype=torch.float64), torch.tensor(float(zero))
     x = torch.cat([x.sort().values, torch.zeros(1, dtype=torch.float64)])
-    for quantize in (
-        lambda x: lsq_quantize(x, scale, qmin, qmax),
-        lambda x: lsq_plus_quantize(x, scale, zero_point, qmin, qmax),
-    ):
-        y = quantize(x)
-        assert torch.equal(quantize(y), y)
+    for quantize, parameters in ((lsq_quantize, (scale,)), (lsq_plus_quantize, (scale, zero_point))):
+        y, every = (quantize(each, *parameters, qmin, qmax) for each in (x, scale * torch.arange(-600, 600)))
+        assert torch.equal(quantize(y, *parameters, qmin, qmax), y)
         assert (y[:-1].diff() >= 0).all()
-        assert len(y.unique()) <= 2**bits and len(quantize(scale * torch.arange(-600, 600)).unique()) == 2**bits
+        assert len(y.unique()) <= 2**bits and len(every.unique()) == 2**bits
         assert y[-1] == 0
 
 
@@ -172,8 +169,6 @@ def test_nan_is_kept_by_the_kernels_of_float32_too():
     assert lsq_plus_quantize(x, missing, one, -8, 7).isnan().all()
     assert lsq_plus_quantize(x, one, missing, -8, 7).isnan().all()
 
-
-CASES = matrix.all_cases()
 
 NO_ESTIMATORS = {"apot_levels", "apply", "bit_cost", "normalize_weight", "scale_gradient"}
 """What of `qat.functional` quantizes nothing."""

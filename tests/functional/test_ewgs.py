@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import qat
 from tests.references import rule_specs as specs
 from tests.references.rule_specs import HESSIAN, activation, weight
+from tests.runs.rule_training import same_state, state_of
 
 ROWS = {
     "lsq": ("weight", weight("lsq", 4, HESSIAN)),
@@ -35,10 +36,6 @@ class Quantized(nn.Module):
         return self.quantizer(self.tensor)
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def quadratic(model: Quantized, batch: tuple[Tensor, Tensor]) -> Tensor:
     """sum(c/2 q^2 + b q): the Hessian by q is diagonal, c, so random signs give its trace exactly."""
     q = model()
@@ -60,10 +57,8 @@ def test_delta_is_the_formula_on_a_quadratic_loss(role, spec, draws):
     q = model().detach().double()
     traces, deviations = [], []
     for curvature, slope in batches:
-        hessian = torch.autograd.functional.hessian(
-            lambda q, c=curvature, b=slope: (c.flatten() / 2 * q.square() + b.flatten() * q).sum(), q.flatten()
-        )
-        traces.append(hessian.diagonal().mean())
+        loss = lambda q, c=curvature, b=slope: (c.flatten() / 2 * q.square() + b.flatten() * q).sum()  # noqa: E731
+        traces.append(torch.autograd.functional.hessian(loss, q.flatten()).diagonal().mean())
         deviations.append((curvature * q + slope).std(correction=0))
     grouped = model.tensor.reshape(6, 2, 4, 3, 3) if spec.granularity == "group" else model.tensor
     scale = model.quantizer.grid(grouped)[0].double().mean()
@@ -142,7 +137,7 @@ def test_no_batches_and_evaluation_mode_are_refused():
     before = state_of(model)
     with pytest.raises(ValueError, match="batches is empty"):
         qat.update_ewgs(model, quadratic, iter(()))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same_state(state_of(model), before)
     model = specs.prepared(weight("lsq", 4, HESSIAN), activation("lsq", 4)).eval()
     with pytest.raises(ValueError, match=r"train\(\)"):
         qat.update_ewgs(model, lambda model, batch: model(batch).square().mean(), [specs.images()])
@@ -159,4 +154,4 @@ def test_a_failing_batch_leaves_no_traces():
     with pytest.raises(RuntimeError, match="out of memory"):
         qat.update_ewgs(model, loss, [torch.ones(1)])
     assert not model.quantizer._forward_hooks
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "buffers are put back"
+    assert same_state(state_of(model), before), "buffers are put back"

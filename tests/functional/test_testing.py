@@ -111,14 +111,14 @@ def says(detail: str, message: str) -> bool:
     return detail.startswith(start) if dots else detail == message
 
 
+LSQ = (X, number(0.5))
+
+
 @pytest.mark.parametrize(("function", "failing", "check", "message"), CAUGHT, ids=[each[0].__name__ for each in CAUGHT])
 def test_mistakes_are_caught_where_they_belong(function, failing, check, message):
-    claims: dict[Any, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {broken.SavesItsSlope: (clipped, (X,))}
-    surrogate, inputs = claims.get(function, (lsq_surrogate, (X, number(0.5))))
-    broadcast = range(1, len(inputs))
-    report = ste_gradcheck(
-        called(function), surrogate, inputs, broadcast=broadcast, skip=["compile"], raise_exception=False
-    )
+    surrogate, inputs = (clipped, (X,)) if function is broken.SavesItsSlope else (lsq_surrogate, LSQ)
+    options = {"broadcast": range(1, len(inputs)), "skip": ["compile"], "raise_exception": False}
+    report = ste_gradcheck(called(function), surrogate, inputs, **options)
     assert {each.name for each in report.failures} == failing, str(report)
     if failing:
         assert says(report[check].detail, message), report[check].detail
@@ -129,8 +129,8 @@ def test_mistakes_are_caught_where_they_belong(function, failing, check, message
     (broken.Alias, torch.clone, (X,),
      "the output shares its memory with slot 0: return a new tensor, else the compiler of torch 2.11 loses the "
      "gradient"),
-    (broken.WrongTangent, lsq_surrogate, (X, number(0.5)), "torch.compile raised Unsupported: ..."),
-    (broken.BranchesOnTheData, lsq_surrogate, (X, number(0.5)), "torch.compile raised Unsupported: ..."),
+    (broken.WrongTangent, lsq_surrogate, LSQ, "torch.compile raised Unsupported: ..."),
+    (broken.BranchesOnTheData, lsq_surrogate, LSQ, "torch.compile raised Unsupported: ..."),
 ])  # fmt: skip
 def test_what_the_compiler_cannot_take_is_caught(function, surrogate, inputs, message):
     report = ste_gradcheck(called(function), surrogate, inputs, checks=["compile"], raise_exception=False)
@@ -153,7 +153,7 @@ def test_the_compilers_gradients_are_compared() -> None:
 
 def test_all_failures_are_raised_one_line_each() -> None:
     with pytest.raises(GradcheckError) as failure:
-        ste_gradcheck(called(broken.NoNaN), lambda x, s: x, (X, number(0.5)), checks=["nan_inf", "gradient", "empty"])
+        ste_gradcheck(called(broken.NoNaN), lambda x, s: x, LSQ, checks=["nan_inf", "gradient", "empty"])
     assert isinstance(failure.value, AssertionError)
     assert str(failure.value) == (
         "2 of 3 checks failed for partial\n"
@@ -188,22 +188,20 @@ def test_of_several_inputs_the_failing_one_is_named() -> None:
     check = partial(ste_gradcheck, called(broken.MissingMask), lsq_surrogate, checks=["gradient"])
     assert check([inside, inside])["gradient"].detail == "2 slots at 10 values of x"
     report = check([inside, outside], raise_exception=False)
-    assert report["gradient"].detail == ("inputs 1: d y[0] / d slot 0 at [0], where x = -13.15: got 1, expected 0")
+    assert report["gradient"].detail == "inputs 1: d y[0] / d slot 0 at [0], where x = -13.15: got 1, expected 0"
 
 
 def test_a_check_runs_alone() -> None:
     right = Estimator(lambda x, scale: lsq_quantize(x, scale, -8, 7), lsq_surrogate)
     for name in ("gradient", "slots", "second_order", "layouts"):
-        assert CHECKS[name](right, (X, number(0.5)))
+        assert CHECKS[name](right, LSQ)
     wrong = Estimator(called(broken.StrictBounds), lsq_surrogate)
     with refused("d y[7] / d slot 0 at [7], where x = -4: got 0, expected 1", GradcheckError):
-        CHECKS["gradient"](wrong, (X, number(0.5)))
+        CHECKS["gradient"](wrong, LSQ)
 
 
 def test_what_the_function_raised_is_kept() -> None:
-    report = ste_gradcheck(
-        called(broken.ReadsTheScale), lsq_surrogate, (X, number(0.5)), checks=["meta"], raise_exception=False
-    )
+    report = ste_gradcheck(called(broken.ReadsTheScale), lsq_surrogate, LSQ, checks=["meta"], raise_exception=False)
     assert isinstance(report["meta"].error, RuntimeError)
 
 

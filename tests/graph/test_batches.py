@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import qat
 from qat.export import compare_layers
 from qat.graph.sizes import expect_sizes
+from tests.references.prepared_case import Plain
 
 IMAGE = torch.linspace(-1, 3, 48).reshape(3, 4, 4)
 IMAGES, LABELS = torch.stack([IMAGE, IMAGE / 2]), torch.tensor([0, 1])
@@ -102,29 +103,17 @@ def test_all_that_take_a_model_and_batches_read_the_same(tmp_path: Path) -> None
             call(*before, model, wrong)
 
 
-class Two(nn.Module):
-    """A model of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found: Tensor = self.a(x) + y
-        return found
-
-
 def test_a_batch_of_two_inputs_says_how_it_is_written() -> None:
     """Points 20 and 51: torch's raw TypeError, or the model's own words of a list."""
     x = torch.randn(3, 4)
     cure = r"; \(\(x, y\), labels\) is a batch of two inputs, \(\[x, y\], labels\) of one that is a list$"
-    model = qat.prepare(Two(), example_inputs=(x, x))
-    with pytest.raises(ValueError, match=r"^calibrate: Two.forward\(x, y\) does not run with .* 'y'" + cure):
-        qat.calibrate(model, [(x, x)])
-    with pytest.raises(
-        ValueError, match=r"^calibrate: Detector.forward\(images, targets\) does not run with .*" + cure
+    model = qat.prepare(Plain(lambda self, x, y: self.a(x) + y, a=nn.Linear(4, 4)), example_inputs=(x, x))
+    for each, batch, said in (
+        (model, (x, x), r"Plain.forward\(x, y\) does not run with .* 'y'"),
+        (Detector(), [IMAGES, IMAGES], r"Detector.forward\(images, targets\) does not run with .*"),
     ):
-        qat.calibrate(Detector(), [[IMAGES, IMAGES]])
+        with pytest.raises(ValueError, match=f"^calibrate: {said}{cure}"):
+            qat.calibrate(each, [batch])
     qat.calibrate(model, [((x, x),)])
 
 

@@ -13,16 +13,8 @@ import qat
 from benchmarks.work import integer_work
 from qat.layers import QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
-from tests.references.prepared_case import (
-    Plain,
-    activation_quantizers,
-    assert_close_to_float,
-    assert_computes_as,
-    assert_takes_float_state,
-    draw,
-    prepared_whole,
-    without_quantizers,
-)
+from tests.references import prepared_case as checks
+from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, prepared_whole
 
 LENGTH = 5
 FORBIDDEN = torch.ones(LENGTH, LENGTH).triu(1).bool()
@@ -70,10 +62,9 @@ MULTI_HEAD: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor
 def test_multi_head_attention_computes_as_torchs(case: str) -> None:
     forward, options, x = MULTI_HEAD[case]
     net = Plain(forward, a=attention(**options)).eval()
-    model = qat.prepare(net, example_inputs=x)
+    model = prepared_alike(net, x)
     assert noted(model, LEFT_IN_FLOAT) == {}
-    assert_computes_as(net, model, x)
-    assert_takes_float_state(model, net.state_dict())
+    checks.assert_takes_float_state(model, net.state_dict())
 
 
 @pytest.mark.parametrize("case", ["batch first", "sequence first", "mask of booleans", "dropout", "other sizes"])
@@ -85,92 +76,83 @@ def test_multi_head_attention_without_an_example_computes_as_torchs(case: str) -
 
 def test_every_operand_of_attention_is_on_a_grid() -> None:
     net = Plain(lambda self, x: self.a(x, x, x, need_weights=False)[0], a=attention(**first)).eval()
-    model = qat.prepare(net, example_inputs=BATCH)
+    model = prepared_whole(net, BATCH)
     layers = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
     assert sorted(layers) == ["a.key_projection", "a.out_proj", "a.query_projection", "a.value_projection"]
     # The input; q, k and v; the probabilities; the input of out_proj.
-    assert len(activation_quantizers(model)) == 6
-    qat.calibrate(model, [BATCH])
+    assert len(checks.activation_quantizers(model)) == 6
     work = integer_work(model, BATCH)
     # 4 projections of 8 x 8 for 10 tokens, and two products of 5 x 5 x 8 for 2 samples.
     assert work.total == 10 * 4 * 64 + 2 * 2 * 25 * 8 and work.share == 1.0
-    assert_close_to_float(net, model, BATCH)
 
 
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
 def test_attention_with_extra_keys_computes_as_torchs(option: str) -> None:
-    net = Plain(self_attention(), a=attention(batch_first=True, **{option: True})).eval()
-    model = qat.prepare(net, example_inputs=BATCH)
+    model = prepared_alike(Plain(self_attention(), a=attention(batch_first=True, **{option: True})).eval(), BATCH)
     assert any(isinstance(module, QuantLayer) for module in model.modules())
-    assert_computes_as(net, model, BATCH)
 
 
 HEADS = draw(2, 4, LENGTH, 6)
-S = F.scaled_dot_product_attention
 
-PRODUCTS: dict[str, tuple[Callable[[Any, Tensor], Any], Tensor]] = {
-    "plain": (lambda self, x: S(self.q(x), self.k(x), self.v(x)), HEADS),
-    "scale": (lambda self, x: S(self.q(x), self.k(x), self.v(x), scale=0.3), HEADS),
-    "mask of booleans": (lambda self, x: S(self.q(x), self.k(x), self.v(x), attn_mask=~FORBIDDEN), HEADS),
-    "mask of numbers": (lambda self, x: S(self.q(x), self.k(x), self.v(x), MINUS_INFINITY), HEADS),
-    "causal": (lambda self, x: S(self.q(x), self.k(x), self.v(x), is_causal=True), HEADS),
-    "causal, fewer queries": (lambda self, x: S(self.q(x[..., :3, :]), self.k(x), self.v(x), is_causal=True), HEADS),
-    "grouped queries": (lambda self, x: S(self.q(x), self.k(x[:, :2]), self.v(x[:, :2]), enable_gqa=True), HEADS),
-    "dropout": (
-        lambda self, x: S(self.q(x), self.k(x), self.v(x), dropout_p=0.4 if self.training else 0.0), HEADS,
-    ),
-}  # fmt: skip
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "mask of booleans": {"attn_mask": ~FORBIDDEN},
+    "mask of numbers": {"attn_mask": MINUS_INFINITY},
+    "causal": {"is_causal": True},
+    "causal, fewer queries": {"is_causal": True},
+    "grouped queries": {"enable_gqa": True},
+    "dropout": {"dropout_p": 0.4},
+}
+
+
+def product(case: str) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        queries = x[..., :3, :] if "fewer" in case else x
+        keys = x[:, :2] if "grouped" in case else x
+        given = {name: value for name, value in PRODUCTS[case].items() if self.training or name != "dropout_p"}
+        return F.scaled_dot_product_attention(self.q(queries), self.k(keys), self.v(keys), **given)
+
+    return Plain(forward, **{name: nn.Linear(6, 6) for name in "qkv"}).eval()
 
 
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_scaled_dot_product_attention_is_taken_apart(case: str) -> None:
-    torch.manual_seed(0)
-    forward, x = PRODUCTS[case]
-    net = Plain(forward, **{name: nn.Linear(6, 6) for name in "qkv"}).eval()
-    model = prepared_whole(net, x)
-    operands = {"input_quantizer", "k_quantizer", "q_quantizer", "v_quantizer"}
-    assert operands < set(activation_quantizers(model)) and len(activation_quantizers(model)) == 5  # probabilities
-    assert integer_work(model, x).share == 1.0
+    model = prepared_whole(product(case), HEADS)
+    operands, found = {"input_quantizer", *(f"{name}_quantizer" for name in "kqv")}, checks.activation_quantizers(model)
+    assert operands < set(found) and len(found) == 5  # probabilities
+    assert integer_work(model, HEADS).share == 1.0
 
 
-def test_attention_takes_other_batches_and_lengths_and_refuses_another_rank() -> None:
+def test_attention_takes_other_batches_and_lengths() -> None:
     net = Plain(self_attention(), a=attention(**first)).eval()
-    model = without_quantizers(qat.prepare(net, example_inputs=BATCH))
+    model = checks.without_quantizers(qat.prepare(net, example_inputs=BATCH))
     for shape in ((7, LENGTH, 8), (1, LENGTH, 8), (2, 9, 8)):
         x = draw(*shape)
         torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"^the model was prepared for inputs with len\(x.shape\) == 3, as its"):
-        model(SEQUENCE)
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnnpack", "integer_only"])
 def test_masks_are_no_tensors_to_quantize_on_any_target(target: Any) -> None:
     for case in ("mask of booleans", "mask of numbers", "causal"):
-        forward, x = PRODUCTS[case]
-        net = Plain(forward, **{name: nn.Linear(6, 6) for name in "qkv"}).eval()
-        assert_close_to_float(net, qat.prepare(net, qat.QuantRecipe(target=target), example_inputs=x), x)
+        checks.prepared_near(product(case), HEADS, qat.QuantRecipe(target=target))
 
 
 WORDS, SENTENCE, WIDTH = 12, 6, 16
 
 
-class TextClassifier(nn.Module):
+def text_classifier(norm_first: bool, padded: bool) -> nn.Module:
     """Embedding, position, encoder, mean over the words, linear; word 0 is padding if the mask is passed."""
 
-    def __init__(self, norm_first: bool, padded: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.position = nn.Parameter(torch.zeros(1, SENTENCE, WIDTH))
-        nn.init.normal_(self.position, std=0.5)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, 3)
-        self.padded = padded
+    def forward(self: Any, words: Tensor) -> Tensor:
+        mask = words == 0 if padded else None
+        return self.head(self.encoder(self.embed(words) + self.position, src_key_padding_mask=mask).mean(1))
 
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words) + self.position
-        mask = words == 0 if self.padded else None
-        return self.head(self.encoder(x, src_key_padding_mask=mask).mean(1))
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    position = nn.Parameter(torch.zeros(1, SENTENCE, WIDTH))
+    embed, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3)
+    return Plain(forward, position=position, embed=embed, encoder=encoder, head=head).eval()
 
 
 def sentences(count: int = 4, seed: int = 0) -> Tensor:
@@ -183,19 +165,17 @@ def sentences(count: int = 4, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_the_prepared_encoder_computes_as_torchs(norm_first: bool, padded: bool) -> None:
-    net = TextClassifier(norm_first, padded).eval()
-    model = qat.prepare(net, example_inputs=sentences())
-    assert noted(model, LEFT_IN_FLOAT).keys() <= {
-        "position", *(f"encoder.layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)),
-    }  # fmt: skip
-    assert_computes_as(net, model, sentences())
+    net = text_classifier(norm_first, padded)
+    model = prepared_alike(net, sentences())
+    norms = {f"encoder.layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)}
+    assert noted(model, LEFT_IN_FLOAT).keys() <= {"position", *norms}
     assert_computes_as(net, model, sentences(7, seed=1))  # another batch
-    assert_takes_float_state(model, net.state_dict())
+    checks.assert_takes_float_state(model, net.state_dict())
 
 
 def test_without_an_example_its_layers_are_quantized_one_by_one() -> None:
     """torch's encoder decides on the sizes of its input, and in evaluation its fast path skips its own layers."""
-    net = TextClassifier(norm_first=False, padded=False).eval()
+    net = text_classifier(norm_first=False, padded=False)
     model = qat.prepare(net)
     assert_computes_as(net, model, sentences())
     qat.calibrate(model, [sentences()])  # it refuses quantizers that saw nothing
@@ -216,11 +196,10 @@ def test_the_ways_that_torchs_encoder_takes_by_itself_are_traced_too(way: str) -
         given = {"src_key_padding_mask": x[:, :, 0] > 1.0} if way == "nested" else {"mask": above}
         return self.encoder(x, **given)
 
-    net, x = Plain(forward, encoder=encoder).eval(), draw(4, SENTENCE, WIDTH)
-    model = qat.prepare(net, example_inputs=x)
+    x = draw(4, SENTENCE, WIDTH)
+    model = prepared_alike(Plain(forward, encoder=encoder).eval(), x)
     assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
     assert integer_work(model, x).share == 1.0
-    assert_computes_as(net, model, x)
 
 
 def test_a_size_that_reshapes_many_tensors_makes_them_no_views_of_each_other() -> None:

@@ -13,20 +13,12 @@ from torch import Tensor, nn
 import qat
 from qat.preparation.parts import prepared_parts
 from qat.preparation.report import LEFT_IN_FLOAT, noted
-from tests.references.prepared_case import (
-    Plain,
-    activation_quantizers,
-    assert_computes_as,
-    assert_takes_float_state,
-    draw,
-    prepared_whole,
-    refused,
-    without_quantizers,
-)
+from tests.references import prepared_case as checks
+from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, refused, without_quantizers
 
 
-def linear(inputs: int = 8, outputs: int = 8) -> nn.Linear:
-    return nn.Linear(inputs, outputs)
+def linear(inputs: int = 8) -> nn.Linear:
+    return nn.Linear(inputs, 8)
 
 
 def pad_to_four(self: Any, x: Tensor) -> Tensor:
@@ -102,8 +94,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module], Tenso
 @pytest.mark.parametrize("case", CASES)
 def test_what_forward_decides_on_sizes_is_computed_as_the_float_model_does(case: str) -> None:
     forward, parts, x = CASES[case]
-    net = Plain(forward, **parts).eval()
-    prepared_whole(net, x)
+    checks.prepared_whole(Plain(forward, **parts).eval(), x)
 
 
 def test_another_size_that_decides_is_refused_and_one_that_does_not_is_fine() -> None:
@@ -127,29 +118,19 @@ def test_a_rank_that_decides_is_checked() -> None:
         model(draw(8, 8, 8))
 
 
-class Optional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, factor: float = 1.0, mask: Tensor | None = None, *, twice: bool = False) -> Tensor:
-        y = self.fc(x) * factor
-        if mask is not None:
-            y = y.masked_fill(mask, 0.0)
-        return 2 * y if twice else y
+def optional(self: Any, x: Tensor, factor: float = 1.0, mask: Tensor | None = None, *, twice: bool = False) -> Tensor:
+    y = self.a(x) * factor
+    if mask is not None:
+        y = y.masked_fill(mask, 0.0)
+    return 2 * y if twice else y
 
 
 def test_optional_arguments_keep_their_defaults() -> None:
-    net = Optional().eval()
+    net, x = Plain(optional, a=linear()).eval(), draw(3, 8)
     model = qat.prepare(net, example_inputs=draw(2, 8))
-    x = draw(3, 8)
     assert_computes_as(net, model, x)
-    passing = without_quantizers(model)
-    for name, shown, value in (
-        ("factor", "1.0", 2.0),
-        ("mask", "None", torch.ones(3, 8).bool()),
-        ("twice", "False", True),
-    ):
+    passing, others = without_quantizers(model), {"factor": 2.0, "mask": torch.ones(3, 8).bool(), "twice": True}
+    for (name, value), shown in zip(others.items(), ("1.0", "None", "False"), strict=True):
         with refused(
             f"the model was prepared for its argument {name!r} being {shown}; to use another, prepare it with"
             " example_inputs that contain one"
@@ -158,43 +139,32 @@ def test_optional_arguments_keep_their_defaults() -> None:
 
 
 def test_optional_arguments_with_an_example_are_arguments() -> None:
-    net, x, mask = Optional().eval(), draw(3, 8), torch.rand(3, 8) > 0.5
+    net, x, mask = Plain(optional, a=linear()).eval(), draw(3, 8), torch.rand(3, 8) > 0.5
     model = qat.prepare(net, example_inputs={"x": x, "mask": mask})
     assert_computes_as(net, model, x=x, mask=mask)
     assert_computes_as(net, model, x=x, mask=~mask)
     # Neither the mask nor anything that is computed from it alone is quantized.
-    assert activation_quantizers(model) == ["x_quantizer"]
+    assert checks.activation_quantizers(model) == ["x_quantizer"]
     in_order = qat.prepare(net, example_inputs=(x, 2.0, mask))
     assert_computes_as(net, in_order, x, 2.0, mask)
 
 
-class ByName(nn.Module):
-    """Takes and returns a mapping, and iterates over the items of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 4)
-
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        if not batch or "a" not in batch or batch.get("c") is not None:
-            raise AssertionError
-        done = {name: self.fc(tensor) for name, tensor in batch.items()}
-        return {"all": done, "sum": [batch["a"].sum() + done["b"].mean()], "count": len(batch)}
+def by_name(self: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+    if not batch or "a" not in batch or batch.get("c") is not None:
+        raise AssertionError
+    done = {name: self.a(tensor) for name, tensor in batch.items()}
+    return {"all": done, "sum": [batch["a"].sum() + done["b"].mean()], "count": len(batch)}
 
 
 def test_mappings_and_lists_go_in_and_out() -> None:
-    batch = {"a": draw(3, 8), "b": draw(2, 8)}
-    net = ByName().eval()
-    model = qat.prepare(net, example_inputs=(batch,))
-    assert_computes_as(net, model, batch)
-    many = Plain(lambda self, xs: [self.fc(x) for x in xs], fc=nn.Linear(8, 4)).eval()
-    tensors = [draw(3, 8), draw(2, 8)]
-    assert_computes_as(many, qat.prepare(many, example_inputs=(tensors,)), tensors)
+    mapping, sequence = {"a": draw(3, 8), "b": draw(2, 8)}, [draw(3, 8), draw(2, 8)]
+    for forward, batch in ((by_name, mapping), (lambda self, xs: [self.a(x) for x in xs], sequence)):
+        net = Plain(forward, a=linear()).eval()
+        assert_computes_as(net, qat.prepare(net, example_inputs=(batch,)), batch)
 
 
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = x.chunk(2, 1)
-    return first, second
+def halves(x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.chunk(2, 1))
 
 
 def doubled(x: Tensor, times: int) -> Tensor:
@@ -210,20 +180,16 @@ def test_wrapped_functions_are_taken_apart() -> None:
         first, second = halves(doubled(x, 3))
         return self.a(first) + self.b(second)
 
-    x = draw(4, 8)
-    net = Plain(forward, a=linear(4), b=linear(4)).eval()
-    model = qat.prepare(net, example_inputs=x)
-    assert_computes_as(net, model, x)
+    model = prepared_alike(Plain(forward, a=linear(4), b=linear(4)).eval(), draw(4, 8))
     # One grid passes the split: the function's operations are part of the graph.
-    assert len(activation_quantizers(model)) == 1 and noted(model, LEFT_IN_FLOAT) == {}
+    assert len(checks.activation_quantizers(model)) == 1 and noted(model, LEFT_IN_FLOAT) == {}
 
 
 def test_constants_follow_the_model_and_are_no_state() -> None:
     net = Plain(lambda self, x: self.a(x * torch.tensor([1.0, 1.1] * 4)) + torch.ones(8), a=linear()).eval()
     x = draw(3, 8)
-    model = qat.prepare(net, example_inputs=x)
-    assert_computes_as(net, model, x)
-    assert_takes_float_state(model, net.state_dict())
+    model = prepared_alike(net, x)
+    checks.assert_takes_float_state(model, net.state_dict())
     wide = without_quantizers(model).double()(x.double())
     assert wide.dtype is torch.float64
     factors = torch.tensor([1.0, 1.1] * 4).double()  # 1.1 as float32 holds it
@@ -237,7 +203,7 @@ def test_without_example_inputs_layers_are_quantized_one_by_one() -> None:
     assert noted(model, LEFT_IN_FLOAT)["(the model)"] == (
         "prepared in parts, since there are no example_inputs, with which the model would be one graph"
     )
-    assert activation_quantizers(model) == ["a.input_quantizer", "b.input_quantizer"]
+    assert checks.activation_quantizers(model) == ["a.input_quantizer", "b.input_quantizer"]
     assert_computes_as(net, model, x)
 
 

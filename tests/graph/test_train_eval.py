@@ -12,35 +12,10 @@ from torchvision.ops import StochasticDepth, stochastic_depth
 
 import qat
 from qat.preparation.report import LEFT_IN_FLOAT, noted
-from tests.references.prepared_case import (
-    Plain,
-    activation_quantizers,
-    assert_close_to_float,
-    assert_computes_as,
-    assert_takes_float_state,
-    draw,
-    without_quantizers,
-)
+from tests.references import prepared_case as checks
+from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, without_quantizers
 
 Outputs = namedtuple("Outputs", "main aux")
-
-
-class WithAuxiliaryHead(nn.Module):
-    """Like GoogLeNet: a second classifier that only training runs."""
-
-    def __init__(self, give: Callable[[bool, Tensor, Tensor | None], Any]) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-        self.aux = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 5))
-        self.fc = nn.Linear(4, 5)
-        self.give = give
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        aux = self.aux(x) if self.training else None
-        y = self.fc(F.dropout(x.mean((2, 3)), 0.2, training=self.training))
-        return self.give(self.training, y, aux)
-
 
 GIVES: dict[str, tuple[Callable[[bool, Tensor, Tensor | None], Any], type, type]] = {
     "named tuple": (lambda training, y, aux: Outputs(y, aux) if training else y, Outputs, Tensor),
@@ -51,14 +26,23 @@ GIVES: dict[str, tuple[Callable[[bool, Tensor, Tensor | None], Any], type, type]
 
 @pytest.mark.parametrize("case", GIVES)
 def test_auxiliary_heads_run_in_training_only(case: str) -> None:
+    """As GoogLeNet has them."""
     give, in_training, in_evaluation = GIVES[case]
-    net, x = WithAuxiliaryHead(give).eval(), draw(4, 3, 8, 8)
+
+    def forward(self: Any, x: Tensor) -> Any:
+        x = self.stem(x)
+        aux = self.aux(x) if self.training else None
+        return give(self.training, self.fc(F.dropout(x.mean((2, 3)), 0.2, training=self.training)), aux)
+
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    aux = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 5))
+    net, x = Plain(forward, stem=stem, aux=aux, fc=nn.Linear(4, 5)).eval(), draw(4, 3, 8, 8)
     model = qat.prepare(net, example_inputs=draw(2, 3, 8, 8))
     assert_computes_as(net, model, x)
     passing = without_quantizers(model)
     assert type(passing.train()(x)) is in_training and isinstance(passing.eval()(x), in_evaluation)
-    assert_takes_float_state(model, net.state_dict())
-    assert "aux.0_quantizer" in activation_quantizers(model) and noted(model, LEFT_IN_FLOAT) == {}
+    checks.assert_takes_float_state(model, net.state_dict())
+    assert "aux.0_quantizer" in checks.activation_quantizers(model) and noted(model, LEFT_IN_FLOAT) == {}
 
 
 def draw_paths(self: Any, x: Tensor) -> Tensor:
@@ -104,31 +88,25 @@ def test_what_depends_on_the_mode_is_decided_at_every_call(case: str) -> None:
     forward, parts = BY_MODE[case]
     net, x = Plain(forward, **parts), draw(6, 8)
     for start in (net.eval(), net.train()):
-        model = qat.prepare(start, example_inputs=x)
+        model = prepared_alike(start, x)
         assert model.training is start.training
-        assert_computes_as(net, model, x)
     assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
     if case != "always dropout":
-        assert_close_to_float(net, model, x)
+        checks.assert_close_to_float(net, model, x)
 
 
-class RunningMean(nn.Module):
-    """Keeps a running mean by hand: in place, or by assigning the buffer."""
+def mean_in_place(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    if self.training:
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+    return y - self.mean
 
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.mean: Tensor
-        self.register_buffer("mean", torch.zeros(8))
-        self.in_place = in_place
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        if self.training and self.in_place:
-            self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        elif self.training:
-            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
-        return y - self.mean
+def mean_assigned(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    if self.training:
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+    return y - self.mean
 
 
 def norm_by_function(self: Any, x: Tensor) -> Tensor:
@@ -141,25 +119,20 @@ def norm_of_something_else(self: Any, x: Tensor) -> Tensor:
     return self.b(self.c(self.a(x) if self.training else x))
 
 
-def norm_in_training(self: Any, x: Tensor) -> Tensor:
-    return self.b(self.c(self.a(x)) if self.training else self.a(x))
-
-
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "F.batch_norm": lambda: Plain(norm_by_function, **linears(c=nn.BatchNorm1d(8))),
-    "of something else": lambda: Plain(norm_of_something_else, **linears(c=nn.BatchNorm1d(8))),
-    "in training only": lambda: Plain(norm_in_training, **linears(c=nn.BatchNorm1d(8))),
-    "running mean in place": lambda: RunningMean(True),
-    "running mean assigned": lambda: RunningMean(False),
+STATISTICS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "F.batch_norm": norm_by_function,
+    "of something else": norm_of_something_else,
+    "in training only": lambda self, x: self.b(self.c(self.a(x)) if self.training else self.a(x)),
+    "running mean in place": mean_in_place,
+    "running mean assigned": mean_assigned,
 }
 
 
-@pytest.mark.parametrize("case", NORMS)
+@pytest.mark.parametrize("case", STATISTICS)
 def test_statistics_move_in_training_only_and_as_the_float_models_do(case: str) -> None:
-    torch.manual_seed(0)
-    net, x = NORMS[case]().eval(), draw(6, 8)
-    model = qat.prepare(net, example_inputs=x)
-    assert_computes_as(net, model, x)  # buffers too
+    parts = linears(c=nn.BatchNorm1d(8), mean=nn.Buffer(torch.zeros(8)))
+    net, x = Plain(STATISTICS[case], **parts).eval(), draw(6, 8)
+    model = prepared_alike(net, x)  # buffers too
     qat.calibrate(model, [x])
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.eval()(3 * x)

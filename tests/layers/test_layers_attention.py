@@ -5,15 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
 from qat.layers.attention import QuantMultiheadAttention, operand_spec, probability_spec
-from qat.layers.attention_core import additive_mask, attend
+from qat.layers.attention_core import additive_mask
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
-from tests.layers.twin_case import ATTENTIONS, Array, fine_twin, grid_codes, grid_product
+from tests.layers.twin_case import ATTENTIONS, CASES, Array, fine_twin, grid_codes, grid_product
 from tests.references.rule_specs import plain
 
 NARROW = plain(bits=4, narrow_range=True, rule="minmax")
@@ -37,33 +36,16 @@ modules = pytest.mark.parametrize("module", ATTENTIONS)
 calls = pytest.mark.parametrize("call", CALLS)
 
 
-def arguments_of(module: str) -> dict[str, Any]:
-    return {"embed_dim": 8, "num_heads": 2, **ATTENTIONS[module]}
-
-
-def float_layer(module: str, **changes: Any) -> nn.MultiheadAttention:
-    """A float layer with biases that are not 0."""
+def fine_pair(module: str) -> tuple[nn.MultiheadAttention, QuantMultiheadAttention, Any]:
+    """A float layer with biases that are not 0, its `fine_twin`, and inputs of N samples."""
     torch.manual_seed(0)
-    layer = nn.MultiheadAttention(**{**arguments_of(module), **changes})
+    case = CASES[f"attention, {module}"]
+    layer = case.float_type(**case.arguments)
     with torch.no_grad():
         for bias in (layer.in_proj_bias, layer.out_proj.bias):
             if bias is not None:
                 bias.normal_()
-    return layer
-
-
-def fine_pair(module: str, **changes: Any) -> tuple[nn.MultiheadAttention, QuantMultiheadAttention, Any]:
-    """A float layer, its `fine_twin`, and inputs."""
-    layer = float_layer(module, **changes)
-    return layer, fine_twin(layer), inputs_for(layer)
-
-
-def inputs_for(layer: nn.MultiheadAttention, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of N samples, in the layer's layout."""
-    shapes = ((L, layer.embed_dim), (S, layer.kdim), (S, layer.vdim))
-    tensors = [torch.randn(N, *shape, dtype=dtype) for shape in shapes]
-    query, key, value = tensors if layer.batch_first else (x.transpose(0, 1) for x in tensors)
-    return query, key, value
+    return layer, fine_twin(layer), case.inputs()
 
 
 def assert_same(got: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
@@ -123,10 +105,8 @@ def reference(twin: Any, inputs: list[Array], mask: Array, integers: bool) -> tu
     probabilities = grid_codes(twin.probability_quantizer, powers / powers.sum(-1, keepdims=True))
     mixed = matmul(probabilities, value).transpose(0, 2, 1, 3)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
-    return (
-        grid_product(twin.out_proj, mixed, twin.out_proj.weight, twin.out_proj.bias, integers),
-        probabilities[0] * probabilities[1],
-    )
+    output = grid_product(twin.out_proj, mixed, twin.out_proj.weight, twin.out_proj.bias, integers)
+    return output, probabilities[0] * probabilities[1]
 
 
 @modules
@@ -135,11 +115,11 @@ def reference(twin: Any, inputs: list[Array], mask: Array, integers: bool) -> tu
 def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -> None:
     """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
     torch.manual_seed(1)
-    weight = QuantSpec(bits=bits)
-    spec = QuantSpec(bits=bits, signed=False, symmetric=False)
-    arguments = {**arguments_of(module), "batch_first": True, "dtype": torch.float64}
+    weight, spec = QuantSpec(bits=bits), QuantSpec(bits=bits, signed=False, symmetric=False)
+    case = CASES[f"attention, {module}"]
+    arguments = {**case.arguments, "batch_first": True, "dtype": torch.float64}
     twin = QuantMultiheadAttention(**arguments, weight_spec=weight, activation_spec=spec)
-    inputs = inputs_for(twin, torch.float64)
+    inputs = tuple(x.double() if "batch_first" in case.arguments else x.double().transpose(0, 1) for x in case.inputs())
     qat.calibrate(twin, [(inputs,)])
     twin.train(mode == "train")
     mask = SHORTER[:, None, None] | EARLIER
@@ -152,8 +132,7 @@ def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -
 
 @calls
 def test_masked_probabilities_are_exactly_zero(call: str) -> None:
-    twin = QuantMultiheadAttention(8, 2)
-    inputs = inputs_for(twin)
+    twin, inputs = QuantMultiheadAttention(8, 2), CASES["attention, plain"].inputs()
     qat.calibrate(twin, [(inputs,)])
     options = {**CALLS[call], "need_weights": True, "average_attn_weights": False}
     weights = twin(*inputs, **options)[1]
@@ -189,16 +168,6 @@ def test_rows_masked_entirely_keep_gradients_finite() -> None:
     assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def test_attend_without_quantizers_is_torchs_attention() -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(N, 2, L, 8), torch.randn(N, 2, S, 8), torch.randn(N, 2, S, 5)
-    mask = torch.where(EARLIER, -torch.inf, 0.0)
-    mask[2] = -torch.inf
-    for scale in (None, 0.3):
-        got = attend(query, key, value, mask, lambda _, x: x, scale)[0]
-        torch.testing.assert_close(got, F.scaled_dot_product_attention(query, key, value, mask, scale=scale))
-
-
 @pytest.mark.parametrize(("spec", "operand", "probability"), [
     (default_activation_spec(), default_activation_spec(), plain(signed=False, init="mse")),
     (NARROW, NARROW, plain(bits=4, signed=False, rule="minmax")),
@@ -212,19 +181,6 @@ def test_grids_of_the_products(spec: QuantSpec, operand: QuantSpec, probability:
     used = {name: part.spec for name, part in twin.named_modules() if isinstance(part, Quantizer)}
     assert used["key_quantizer"] == operand and used["probability_quantizer"] == probability
     assert used["value_projection.input_quantizer"] == used["out_proj.input_quantizer"] == spec
-
-
-@modules
-def test_inner_weights_are_what_forward_passes(module: str) -> None:
-    _, twin, inputs = fine_pair(module)
-    passed: dict[str, Any] = {}
-    for name in twin.inner_weights():
-        twin.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: passed.update({name: args[1:]}))
-    twin(*inputs)
-    assert list(passed) == ["query_projection", "key_projection", "value_projection"]
-    for name, operands in twin.inner_weights().items():
-        for one, other in zip(operands, passed[name], strict=True):
-            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
 
 
 def test_torchs_encoder_layer_takes_no_way_around_it() -> None:

@@ -130,14 +130,11 @@ def test_weights_of_a_bag_get_gradients() -> None:
 def test_bags_as_a_nested_tensor(mode: Any) -> None:
     layer = QuantEmbeddingBag(11, 6, mode=mode, padding_idx=2)
     bags = [torch.tensor([1, 2, 5]), torch.tensor([3])]
-    weights = [torch.rand(3), torch.rand(1)] if mode == "sum" else None
-    nested = [
-        None if part is None else torch.nested.nested_tensor(part, layout=torch.jagged) for part in (bags, weights)
-    ]
-    expected = layer(
-        torch.cat(bags), torch.tensor([0, 3]), None if weights is None else torch.cat(weights)
-    )  # fmt: skip
-    assert torch.equal(layer(nested[0], per_sample_weights=nested[1]), expected)
+    given = [bags, [torch.rand(3), torch.rand(1)]] if mode == "sum" else [bags]
+    nested = [torch.nested.nested_tensor(part, layout=torch.jagged) for part in given]
+    flat, *weights = map(torch.cat, given)
+    expected = layer(flat, torch.tensor([0, 3]), *weights)
+    assert torch.equal(layer(nested[0], None, *nested[1:]), expected)
 
 
 def test_a_bag_of_paddings_only_and_no_bags() -> None:

@@ -37,7 +37,6 @@ class Example:
         self.codes, self.quantized = self.layer.torch_layout(rows), self.layer.torch_layout(rows * scale)
 
     def plain(self, weight: Tensor, inputs: list[Tensor], bias: Tensor | None) -> Tensor:
-        """torch's layer in float64."""
         layer = self.case.float_type(**{**self.case.arguments, "bias": bias is not None}, dtype=torch.float64)
         layer.weight.data.copy_(weight)
         if bias is not None:

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import qat
-from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN, StepProduct
+from qat.layers.recurrent import QuantGRU, QuantLSTM
 from qat.spec import QuantSpec
-from tests.layers.twin_case import RECURRENT, Array, activations, fine_twin, grid_product
+from tests.layers.twin_case import CASES, RECURRENT, Array, activations, fine_twin, grid_product
 
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
-TWINS: dict[Any, type[QuantRecurrent]] = {nn.LSTM: QuantLSTM, nn.GRU: QuantGRU, nn.RNN: QuantRNN}
 variants = pytest.mark.parametrize("variant", RECURRENT)
-kinds = pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
+kinds = pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -26,16 +25,7 @@ def flat(result: Any) -> list[Tensor]:
     return [getattr(output, "data", output), *(state if isinstance(state, tuple) else (state,))]
 
 
-def fine_pair(variant: str, **changes: Any) -> tuple[nn.Module, QuantRecurrent]:
-    """A float layer, and its `fine_twin`."""
-    kind, arguments = RECURRENT[variant]
-    torch.manual_seed(0)
-    layer = kind(4, 6, **{**arguments, **changes})
-    return layer, fine_twin(layer)
-
-
 def state_for(layer: Any, samples: int | None) -> Any:
-    """A random initial state for this layer."""
     rows = layer.num_layers * (2 if layer.bidirectional else 1)
     middle = () if samples is None else (samples,)
     hidden = torch.rand(rows, *middle, layer.proj_size or layer.hidden_size) - 0.5
@@ -46,11 +36,11 @@ def state_for(layer: Any, samples: int | None) -> Any:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")  # torch's own
 def test_fine_grids_give_what_torch_gives(variant: str, mode: str) -> None:
-    layer, twin = fine_pair(variant)
-    layer.train(mode == "train")
-    twin.train(mode == "train")
+    torch.manual_seed(0)
+    layer = CASES[variant].float_type(**CASES[variant].arguments).train(mode == "train")
+    twin = fine_twin(layer).train(mode == "train")
     inputs: list[tuple[Any, int | None]] = [
-        (torch.randn(5, 3, 4), 5 if RECURRENT[variant][1].get("batch_first") else 3),
+        (torch.randn(5, 3, 4), 5 if layer.batch_first else 3),
         (torch.randn(3, 4), None),
         (pack_sequence([torch.randn(n, 4) for n in (2, 5, 1)], enforce_sorted=False), 3),
         (pack_sequence([torch.randn(n, 4) for n in (4, 4, 1)]), 3),
@@ -111,14 +101,11 @@ def reference(twin: Any, x: Array, integers: bool) -> Array:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_coarse_grids_give_what_numpy_gives(variant: str, bits: int, mode: str) -> None:
     """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
-    kind, arguments = RECURRENT[variant]
     torch.manual_seed(1)
-    weight = QuantSpec(bits=bits)
-    spec = QuantSpec(bits=bits, signed=False, symmetric=False)
-    twin = TWINS[kind](
-        5, 7, **{**arguments, "batch_first": False}, dtype=torch.float64, weight_spec=weight, activation_spec=spec
-    )
-    x = torch.randn(6, 3, 5, dtype=torch.float64)
+    weight, spec = QuantSpec(bits=bits), QuantSpec(bits=bits, signed=False, symmetric=False)
+    arguments = {**CASES[variant].arguments, "batch_first": False, "dtype": torch.float64}
+    twin = CASES[variant].twin_type(**arguments, weight_spec=weight, activation_spec=spec)
+    x = torch.randn(6, 3, 4, dtype=torch.float64)
     qat.calibrate(twin, [x])
     twin.train(mode == "train")
     expected = reference(twin, x.numpy(), mode == "eval")
@@ -126,32 +113,24 @@ def test_coarse_grids_give_what_numpy_gives(variant: str, bits: int, mode: str) 
 
 
 @kinds
-def test_one_layer_with_dropout_warns_no_second_time(kind: Any) -> None:
+def test_one_layer_with_dropout_warns_no_second_time(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layer = kind(4, 6, dropout=0.5)
-    twin = TWINS[kind].from_float(layer)
+        layer = CASES[kind].float_type(4, 6, dropout=0.5)
+    twin = CASES[kind].twin_type.from_float(layer)
     assert twin.dropout == 0.5 and twin.to_float().dropout == 0.5
 
 
 @kinds
-def test_a_weight_is_quantized_once_for_all_steps(kind: Any) -> None:
-    twin = TWINS[kind](4, 6)
-    x = torch.randn(9, 2, 4)
+def test_a_weight_is_quantized_once_for_all_steps(kind: str) -> None:
+    twin, x = CASES[kind].twin_type(4, 6), torch.randn(9, 2, 4)
     qat.calibrate(twin, [x])
-    calls = {"weight": 0, "hidden": 0}
-    hidden: Any = twin.get_submodule("product_hh_l0")
-
-    def count(key: str) -> Any:
-        def hook(*_: Any) -> None:
-            calls[key] += 1
-
-        return hook
-
-    hidden.weight_quantizer.register_forward_hook(count("weight"))
-    hidden.input_quantizer.register_forward_hook(count("hidden"))
+    calls: list[str] = []
+    for name in ("input_quantizer", "weight_quantizer"):
+        quantizer = twin.get_submodule(f"product_hh_l0.{name}")
+        quantizer.register_forward_hook(lambda *_, name=name: calls.append(name))
     twin.train()(x)
-    assert calls == {"weight": 1, "hidden": 9}
+    assert sorted(calls) == ["input_quantizer"] * 9 + ["weight_quantizer"]
 
 
 def test_calibration_sees_inputs_and_hidden_states() -> None:
@@ -188,19 +167,6 @@ def test_reset_parameters_leaves_the_quantizers() -> None:
     state = twin.state_dict()
     assert all(torch.equal(state[name], value) for name, value in layer.state_dict().items())
     assert all(torch.equal(state[name], value) for name, value in grids.items())
-
-
-@variants
-def test_inner_weights_names_what_forward_multiplies(variant: str) -> None:
-    kind, arguments = RECURRENT[variant]
-    twin = TWINS[kind](4, 6, **arguments)
-    inner = twin.inner_weights()
-    shapes = {name: tuple(weight.shape) for name, (weight, _) in inner.items()}
-    parameters = {name: tuple(value.shape) for name, value in kind(4, 6, **arguments).named_parameters()}
-    assert shapes == {key.replace("weight", "product"): shape for key, shape in parameters.items() if "weight" in key}
-    for name, (_, bias) in inner.items():
-        assert (bias is None) == (name.replace("product", "bias") not in parameters)
-        assert isinstance(twin.get_submodule(name), StepProduct) == ("ih" not in name)
 
 
 def test_a_module_in_place_of_a_product_is_called_at_every_step() -> None:

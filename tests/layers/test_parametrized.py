@@ -13,14 +13,8 @@ import qat
 from qat.layers import QuantConv2d, QuantLayer, QuantLinear
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
-from tests.references.prepared_case import (
-    Plain,
-    activation_quantizers,
-    assert_close_to_float,
-    assert_computes_as,
-    calls,
-    draw,
-)
+from tests.references import prepared_case as checks
+from tests.references.prepared_case import Plain, draw, prepared_alike, prepared_near
 
 
 class Symmetric(nn.Module):
@@ -58,8 +52,8 @@ def test_parametrised_layers_keep_their_parametrisation(case: str) -> None:
     twin = model.layer
     assert isinstance(twin, QuantConv2d if kind is nn.Conv2d else QuantLinear) and parametrize.is_parametrized(twin)
     modes = (False,) if case == "spectral norm" else (False, True)  # in training it iterates at every call
-    assert_computes_as(net, model, x, modes=modes)
-    assert_close_to_float(net, model, x)
+    checks.assert_computes_as(net, model, x, modes=modes)
+    checks.assert_close_to_float(net, model, x)
     state = {name for name in model.state_dict() if "quantizer" not in name}
     assert state == set(net.state_dict())
 
@@ -78,29 +72,18 @@ def test_spectral_norm_iterates_in_training_as_in_float() -> None:
 
 def test_tied_weights_stay_tied() -> None:
     torch.manual_seed(0)
-    net = Plain(
-        lambda self, ids: self.out(self.fc(self.embed(ids))),
-        embed=nn.Embedding(10, 8),
-        fc=nn.Linear(8, 8),
-        out=nn.Linear(8, 10, bias=False),
-    ).eval()
+    parts = {"embed": nn.Embedding(10, 8), "fc": nn.Linear(8, 8), "out": nn.Linear(8, 10, bias=False)}
+    net = Plain(lambda self, ids: self.out(self.fc(self.embed(ids))), **parts).eval()
     net.out.weight = net.embed.weight
-    ids = torch.randint(0, 10, (2, 5))
-    model = qat.prepare(net, example_inputs=ids)
+    model = prepared_near(net, torch.randint(0, 10, (2, 5)))
     assert model.out.weight is model.embed.weight and model.out.weight is not net.out.weight
-    assert_computes_as(net, model, ids)
-    assert_close_to_float(net, model, ids)
     # Gradients of both uses add up in the one parameter; an optimizer sees it once.
     floats = [p for name, p in model.named_parameters() if "quantizer" not in name]
     assert len(floats) == 3
 
 
 def test_a_layer_called_twice_has_a_grid_for_each_input() -> None:
-    torch.manual_seed(0)
-    net = Plain(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(8, 8)).eval()
-    x = draw(4, 8)
-    model = qat.prepare(net, example_inputs=x)
-    assert_computes_as(net, model, x)
+    model = prepared_alike(Plain(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(8, 8)).eval(), draw(4, 8))
     grids = [node.kwargs["input_quantizer"].target for node in model.graph.nodes if node.target == "fc"]
     assert grids == ["input_quantizer", "fc_quantizer"]
     weights = [n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "weight"]
@@ -109,18 +92,13 @@ def test_a_layer_called_twice_has_a_grid_for_each_input() -> None:
 
 @pytest.mark.parametrize("block", [False, True], ids=["layer", "block"])
 def test_a_module_under_two_names_is_one_module(block: bool) -> None:
-    torch.manual_seed(0)
     shared: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.ReLU()) if block else nn.Linear(8, 8)
     net = Plain(lambda self, x: self.a(self.b(x)), a=shared, b=shared).eval()
-    x = draw(4, 8)
-    model = qat.prepare(net, example_inputs=x)
+    model = prepared_alike(net, draw(4, 8))
     assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 1
-    assert (
-        len([name for name in calls(model) if name.startswith(("a", "b")) and "quantizer" not in name]) == 2 + 2 * block
-    )
-    assert_computes_as(net, model, x)
-    result = model.load_state_dict(net.state_dict(), strict=False)
-    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+    called = [name for name in checks.calls(model) if name.startswith(("a", "b")) and "quantizer" not in name]
+    assert len(called) == 2 + 2 * block
+    checks.assert_takes_float_state(model, net.state_dict())
 
 
 class ConstructsOtherwise(nn.Linear):
@@ -135,12 +113,9 @@ class ComputesOtherwise(nn.Linear):
 
 
 def test_subclasses_are_quantized_as_what_they_compute() -> None:
-    net = nn.Sequential(ConstructsOtherwise(8, 8), ComputesOtherwise(8, 8)).eval()
-    x = draw(4, 8)
-    model = qat.prepare(net, example_inputs=x)
+    model = prepared_alike(nn.Sequential(ConstructsOtherwise(8, 8), ComputesOtherwise(8, 8)).eval(), draw(4, 8))
     assert isinstance(model.get_submodule("0"), QuantLinear)
     # The tracer enters the second layer: the function that reads its weight is quantized.
     assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 2
     assert noted(model, LEFT_IN_FLOAT) == {}
-    assert activation_quantizers(model) == ["input_quantizer", "0_quantizer"]
-    assert_computes_as(net, model, x)
+    assert checks.activation_quantizers(model) == ["input_quantizer", "0_quantizer"]

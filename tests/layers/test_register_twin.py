@@ -9,20 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.layers import (
-    QuantBilinear,
-    QuantConvTranspose1d,
-    QuantConvTranspose2d,
-    QuantEmbedding,
-    QuantEmbeddingBag,
-    QuantGRU,
-    QuantLayer,
-    QuantLinear,
-    QuantLSTM,
-    QuantMultiheadAttention,
-    QuantRNN,
-    register_twin,
-)
+from qat.layers import QuantLayer, QuantLinear, QuantMultiheadAttention, register_twin
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.spec import QuantSpec
 from tests.layers.twin_case import grid_for
@@ -70,15 +57,18 @@ def float_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), ScaledLinear(8, 5, 0.25), nn.ReLU(), nn.Linear(5, 3))
 
 
-def calibrated(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None) -> nn.Module:
-    prepared = qat.prepare(model, recipe, x)
-    qat.calibrate(prepared, [x])
+BATCH = draw(16, 6)
+
+
+def calibrated(model: nn.Module, recipe: qat.QuantRecipe | None = None) -> nn.Module:
+    prepared = qat.prepare(model, recipe, BATCH)
+    qat.calibrate(prepared, [BATCH])
     return prepared
 
 
 def test_prepare_swaps_it_and_summary_lists_it() -> None:
     model = float_model()
-    prepared = calibrated(model, draw(16, 6))
+    prepared = calibrated(model)
     twin = prepared.get_submodule("2")
     assert type(twin) is QuantScaledLinear and twin.float_type is ScaledLinear
     assert twin.gain.item() == 0.25
@@ -88,62 +78,53 @@ def test_prepare_swaps_it_and_summary_lists_it() -> None:
 
 
 def test_it_trains_and_evaluates_on_integers() -> None:
-    x = draw(16, 6)
     model = float_model()
-    prepared = calibrated(model, x)
-    torch.testing.assert_close(prepared.eval()(x), model(x), rtol=0, atol=0.05)
+    prepared = calibrated(model)
+    torch.testing.assert_close(prepared.eval()(BATCH), model(BATCH), rtol=0, atol=0.05)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
     losses = []
     twin: Any = prepared.get_submodule("2")
     twin.products = 0
     for _ in range(5):
         optimizer.zero_grad()
-        loss = prepared.train()(x).square().mean()
+        loss = prepared.train()(BATCH).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] and twin.products == 5 and twin.weight.grad.abs().sum() > 0
-    trained = prepared(x)
-    torch.testing.assert_close(prepared.eval()(x), trained, rtol=0, atol=0.02)
+    trained = prepared(BATCH)
+    torch.testing.assert_close(prepared.eval()(BATCH), trained, rtol=0, atol=0.02)
     quantizer: Any = prepared.get_submodule("0_quantizer")
     codes = twin.integers(quantizer).codes
     assert torch.equal(codes, codes.round()) and codes.abs().max() <= 127
 
 
 def test_it_is_exported_with_its_integers(tmp_path: Path) -> None:
-    x = draw(16, 6)
-    prepared = calibrated(float_model(), x)
-    qat.export_onnx(prepared, tmp_path / "model.onnx", x)
-    agreement = qat.verify_onnx(tmp_path / "model.onnx", prepared, [x])
-    assert agreement.agreement == 1.0
+    prepared = calibrated(float_model())
+    qat.export_onnx(prepared, tmp_path / "model.onnx", BATCH)
+    assert qat.verify_onnx(tmp_path / "model.onnx", prepared, [BATCH]).agreement == 1.0
 
 
 def test_a_recipe_speaks_of_it_by_name_and_by_class() -> None:
-    x = draw(16, 6)
     four_bits = qat.QuantRecipe(overrides={ScaledLinear: {"weight": {"bits": 4}}})
-    assert calibrated(float_model(), x, four_bits).get_submodule("2").weight_quantizer.spec.bits == 4
-    skipping = qat.QuantRecipe(overrides={"2": {"skip": True}})
-    assert noted(qat.prepare(float_model(), skipping, x), LEFT_IN_FLOAT) == {"2": "skipped by the recipe's pattern '2'"}
+    assert calibrated(float_model(), four_bits).get_submodule("2").weight_quantizer.spec.bits == 4
+    skipping = calibrated(float_model(), qat.QuantRecipe(overrides={"2": {"skip": True}}))
+    assert noted(skipping, LEFT_IN_FLOAT) == {"2": "skipped by the recipe's pattern '2'"}
 
 
 def test_it_is_a_layer_of_a_model_that_cannot_be_traced() -> None:
-    x = draw(16, 6)
     net = Plain(lambda self, x: self.layer(x) if x.sum() > 0 else -self.layer(x), layer=ScaledLinear(6, 4, 0.5))
-    prepared = calibrated(net, x)
+    prepared = calibrated(net)
     layer: Any = prepared.get_submodule("layer")
     assert type(layer) is QuantScaledLinear and layer.input_quantizer is not None
-    assert prepared.eval()(x).isfinite().all()
+    assert prepared.eval()(BATCH).isfinite().all()
 
 
 def test_what_is_no_twin_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"^register_twin\(ScaledLinear\): expected a subclass of QuantLayer, got <class"
-    ):
+    with pytest.raises(TypeError, match=r"^register_twin\(ScaledLinear\): expected a subclass of QuantLayer, got "):
         register_twin(ScaledLinear)(nn.Linear)  # type: ignore[type-var]
     for wrong in ("Linear", QuantLinear):  # point 34: the latter as a decorator without parentheses gives it
-        with pytest.raises(
-            TypeError, match=r"^register_twin: expected a class of float layers, @register_twin\(Float\)"
-        ):
+        with pytest.raises(TypeError, match=r"^register_twin: expected a class of float layers, @register_twin"):
             register_twin(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^register_twin\(Linear\): its twin is qat\.layers\.linear\.QuantLinear$"):
         register_twin(nn.Linear)(QuantScaledLinear)
@@ -163,11 +144,9 @@ def test_a_twin_that_evaluates_otherwise_is_refused() -> None:
 
     register_twin(Doubled)(QuantDoubled)
     torch.manual_seed(0)
-    with pytest.raises(
-        ValueError, match=r"^calibrate: 0 \(QuantDoubled\) answers up to .* add the bias last and unsca"
-    ):
-        calibrated(nn.Sequential(Doubled(6, 4), nn.ReLU()), draw(16, 6))
-    calibrated(nn.Sequential(Doubled(6, 4, bias=False), nn.ReLU()), draw(16, 6))  # nothing to scale wrongly
+    with pytest.raises(ValueError, match=r"^calibrate: 0 \(QuantDoubled\) answers up to .* add the bias last and "):
+        calibrated(nn.Sequential(Doubled(6, 4), nn.ReLU()))
+    calibrated(nn.Sequential(Doubled(6, 4, bias=False), nn.ReLU()))  # nothing to scale wrongly
 
 
 X, ROWS, APOT = torch.zeros(4, 3, 8), torch.zeros(2, 3, 4), QuantSpec(bits=4, rule="apot")
@@ -195,9 +174,9 @@ def attention(*inputs: Any, **options: Any) -> Any:
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (lambda: QuantLinear(2, 2, activation_spec=8), TypeError,  # type: ignore[arg-type]
      "activation_spec must be a QuantSpec, None or 'default', got 8"),
-    (lambda: QuantConvTranspose1d(2, 2, 3, activation_spec=None)(torch.zeros(1, 2, 6), [8]), TypeError, "output_size="),
-    (lambda: QuantConvTranspose2d(1, 1, 1, padding_mode="reflect"), ValueError, "QuantConvTranspose2d"),
-    (lambda: QuantBilinear(5, 7, 4).integers(grid_for(torch.ones(1))), ValueError, "other_quantizer"),
+    (lambda: qat.QuantConvTranspose1d(2, 2, 3, activation_spec=None)(torch.zeros(1, 2, 6), [8]), TypeError, "size="),
+    (lambda: qat.QuantConvTranspose2d(1, 1, 1, padding_mode="reflect"), ValueError, "QuantConvTranspose2d"),
+    (lambda: qat.QuantBilinear(5, 7, 4).integers(grid_for(torch.ones(1))), ValueError, "other_quantizer"),
     # attention
     (lambda: QuantMultiheadAttention.from_float(replaced_out_proj()), TypeError,
      "out_proj must be a Linear, got QuantLinear"),
@@ -209,23 +188,23 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (lambda: QuantMultiheadAttention(8, 2, activation_spec=ONE_BIT), ValueError, "q, k and v: .*got bits=1"),
     (nested_call, ValueError, "query is a nested tensor"),
     # recurrent layers
-    (lambda: QuantGRU(4, 6)(torch.zeros(2, 3, 5)), ValueError, r"\(L, N, 4\) or \(L, 4\), got \(2, 3, 5\)"),
-    (lambda: QuantGRU(4, 6, batch_first=True)(torch.zeros(4)), ValueError, r"\(N, L, 4\) or \(L, 4\), got \(4,\)"),
-    (lambda: QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError, r"at least one step.*\(2, 0, 4\)"),
-    (lambda: QuantRNN(4, 6)(ROWS, torch.zeros(1, 6)), ValueError, r"h_0 must have shape \(1, 3, 6\), got \(1, 6\)"),
-    (lambda: QuantLSTM(4, 6)(ROWS[0], (torch.zeros(1, 6), torch.zeros(1, 5))), ValueError,
+    (lambda: qat.QuantGRU(4, 6)(torch.zeros(2, 3, 5)), ValueError, r"\(L, N, 4\) or \(L, 4\), got \(2, 3, 5\)"),
+    (lambda: qat.QuantGRU(4, 6, batch_first=True)(torch.zeros(4)), ValueError, r"\(N, L, 4\) or \(L, 4\), got \(4,\)"),
+    (lambda: qat.QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError, r"at least one step.*\(2, 0, 4\)"),
+    (lambda: qat.QuantRNN(4, 6)(ROWS, torch.zeros(1, 6)), ValueError, r"h_0 must have shape \(1, 3, 6\), got \(1, 6\)"),
+    (lambda: qat.QuantLSTM(4, 6)(ROWS[0], (torch.zeros(1, 6), torch.zeros(1, 5))), ValueError,
      r"c_0 must have shape \(1, 6\), got \(1, 5\)"),
-    (lambda: QuantLSTM(4, 6)(ROWS, torch.zeros(1, 3, 6)), TypeError, "hx must be a pair.*got Tensor"),
+    (lambda: qat.QuantLSTM(4, 6)(ROWS, torch.zeros(1, 3, 6)), TypeError, "hx must be a pair.*got Tensor"),
     # tables
-    (lambda: QuantEmbedding(3, 2, activation_spec=QuantSpec()), ValueError,  # type: ignore[arg-type]
+    (lambda: qat.QuantEmbedding(3, 2, activation_spec=QuantSpec()), ValueError,  # type: ignore[arg-type]
      "activation_spec must be None"),
-    (lambda: QuantEmbeddingBag.from_float(nn.EmbeddingBag(3, 2), None, QuantSpec()), ValueError,
+    (lambda: qat.QuantEmbeddingBag.from_float(nn.EmbeddingBag(3, 2), None, QuantSpec()), ValueError,
      "activation_spec must be None"),
-    (lambda: QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")), ValueError,
+    (lambda: qat.QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")), ValueError,
      "sparse=True .*got 'dorefa', 'channel' and 'none'"),
-    (lambda: QuantEmbeddingBag(3, 2, sparse=True, mode="max"), ValueError, "sparse=True .*'max'"),
-    (lambda: QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"), ValueError, "scale_grad_by_freq=True"),
-    (lambda: QuantEmbedding(3, 2, weight_spec=APOT).integers(), ValueError, "'apot', whose values lie on no integer"),
+    (lambda: qat.QuantEmbeddingBag(3, 2, sparse=True, mode="max"), ValueError, "sparse=True .*'max'"),
+    (lambda: qat.QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"), ValueError, "scale_grad_by_freq=True"),
+    (lambda: qat.QuantEmbedding(3, 2, weight_spec=APOT).integers(), ValueError, "'apot', whose values lie on no"),
 ]  # fmt: skip
 
 

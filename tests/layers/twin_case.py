@@ -64,7 +64,6 @@ class Case(NamedTuple):
 
 
 def convolution(axes: int, transposed: bool) -> Any:
-    """The float class."""
     return getattr(nn, f"Conv{'Transpose' if transposed else ''}{axes}d")
 
 
@@ -77,7 +76,6 @@ def indices() -> tuple[Tensor]:
 
 
 def cases() -> dict[str, Case]:
-    """By name."""
     linear, bilinear = {"in_features": 7, "out_features": 3}, {"in1_features": 5, "in2_features": 7, "out_features": 4}
     table = {"num_embeddings": 11, "embedding_dim": 6}
     limited = {**table, "padding_idx": 2, "max_norm": 1.0, "norm_type": 1.0}
@@ -148,7 +146,6 @@ def trained_norm(channels: int, axes: int = 2) -> Any:
 
 
 def assert_learns(model: nn.Module) -> None:
-    """Every parameter has a gradient that is finite and not all zero."""
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         grad = parameter.grad.to_dense()

@@ -64,7 +64,6 @@ def test_a_family_trains_and_evaluates_on_integers(name: str) -> None:
 
 
 def gradients(model: nn.Module, case: Case) -> dict[str, Tensor]:
-    """The gradients of one training step, by parameter."""
     torch.manual_seed(1)
     result = model.train()(
         *copy.deepcopy(case.inputs), *(() if case.targets is None else (copy.deepcopy(case.targets),))

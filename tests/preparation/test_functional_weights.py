@@ -6,22 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torchvision.ops import FrozenBatchNorm2d
 
 import qat
 from qat.layers import QuantEmbedding, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.report import LEFT_IN_FLOAT, noted
-from tests.references.prepared_case import (
-    Plain,
-    activation_quantizers,
-    assert_close_to_float,
-    assert_computes_as,
-    assert_takes_float_state,
-    draw,
-    prepared_whole,
-)
+from tests.references import prepared_case as checks
+from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, prepared_whole
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -90,15 +83,12 @@ def test_a_weight_is_quantized_where_it_is_read(case: str) -> None:
     net = Plain(forward, **parts).eval()
     model = prepared_whole(net, x)
     assert quantized_layers(model) == layers
-    assert_takes_float_state(model, net.state_dict())
+    checks.assert_takes_float_state(model, net.state_dict())
 
 
 def test_a_parametrised_weight_that_a_function_reads() -> None:
-    net = Plain(whole, l=weight_norm(nn.Linear(8, 8))).eval()
-    model = qat.prepare(net, example_inputs=FLAT)
+    model = checks.prepared_near(Plain(whole, l=weight_norm(nn.Linear(8, 8))).eval(), FLAT)
     assert quantized_layers(model) == {"linear": QuantFunction}
-    assert_computes_as(net, model, FLAT)
-    assert_close_to_float(net, model, FLAT)
 
 
 def mixed(self: Any, x: Tensor) -> Tensor:
@@ -127,24 +117,19 @@ def test_patterns_skip_reads_by_name_and_kind(pattern: str, quantized: set[str],
 def test_patterns_choose_the_grids_of_reads() -> None:
     overrides = {"lin*": {"weight": {"bits": 4}, "activation": {"bits": 6}}, "type:Conv2d": {"weight": {"bits": 5}}}
     model = qat.prepare(MIXED, qat.QuantRecipe(overrides=overrides), example_inputs=IMAGE)
-    assert {name: model.get_submodule(name).weight_quantizer.spec.bits for name in quantized_layers(model)} == {
-        "conv2d": 5, "linear": 4, "l": 8,
-    }  # fmt: skip
-    assert {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)} == {
-        "input_quantizer": 8, "conv2d_quantizer": 6, "linear_quantizer": 8,
-    }  # fmt: skip
+    weights = {name: model.get_submodule(name).weight_quantizer.spec.bits for name in quantized_layers(model)}
+    inputs = {name: model.get_submodule(name).spec.bits for name in checks.activation_quantizers(model)}
+    assert weights == {"conv2d": 5, "linear": 4, "l": 8}
+    assert inputs == {"input_quantizer": 8, "conv2d_quantizer": 6, "linear_quantizer": 8}
 
 
 def test_functions_without_a_twin_are_named() -> None:
-    net = Plain(
-        lambda self, x: self.c(F.conv_transpose2d(x, self.w)), w=parameter(3, 4, 3, 3), c=nn.Conv2d(4, 4, 3)
-    ).eval()
-    model = qat.prepare(net, example_inputs=IMAGE)
+    parts = {"w": parameter(3, 4, 3, 3), "c": nn.Conv2d(4, 4, 3)}
+    model = prepared_alike(Plain(lambda self, x: self.c(F.conv_transpose2d(x, self.w)), **parts).eval(), IMAGE)
     assert noted(model, LEFT_IN_FLOAT) == {
         "conv_transpose2d": "conv_transpose2d of these operands has no quantized twin",
         "w": "conv_transpose2d reads it as a plain tensor",
     }
-    assert_computes_as(net, model, IMAGE)
 
 
 class NormAct(nn.BatchNorm2d):
@@ -216,12 +201,8 @@ def test_a_norm_directly_behind_a_layer_is_handed_to_it(case: str) -> None:
     for name, buffer in net.named_buffers():
         if "running" in name or isinstance(net.n, FrozenBatchNorm2d):
             buffer.copy_(0.5 + draw(*buffer.shape, seed=len(name)).abs())
-    model = qat.prepare(net, example_inputs=x)
-    assert isinstance(model, fx.GraphModule)
+    model = prepared_whole(net, x, left)
     assert [str(node.kwargs["norm"].target) for node in model.graph.nodes if "norm" in node.kwargs] == handed
-    assert noted(model, LEFT_IN_FLOAT) == left
-    assert_computes_as(net, model, x)
-    assert_close_to_float(net, model, x)
 
 
 class Softer(NormAct):
@@ -236,7 +217,5 @@ def twice(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("forward", "norm"), [(bulk, Softer), (twice, NormAct)])
 def test_a_norm_that_no_module_computes_stays_in_parts(forward: Any, norm: type[NormAct]) -> None:
-    net = Plain(forward, **convs(n=norm(4, nn.ReLU()))).eval()
-    model = qat.prepare(net, example_inputs=IMAGES)
+    model = prepared_alike(Plain(forward, **convs(n=norm(4, nn.ReLU()))).eval(), IMAGES)
     assert "in evaluation only" in noted(model, LEFT_IN_FLOAT)["(the model)"]
-    assert_computes_as(net, model, IMAGES)

@@ -60,13 +60,12 @@ def images() -> Tensor:
     return torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
 
-def trained(net: nn.Module, steps: int = 3) -> Any:
+def trained(net: nn.Module) -> Any:
     """In a loop of one's own, from ranges of data; weights and ranges learn."""
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(qat.parameter_groups(net, lr=0.05, weight_decay=0.0))
-    for step in range(steps):
-        if step == 0:
-            qat.calibrate(net, [images()])
+    qat.calibrate(net, [images()])
+    for _ in range(3):
         loss = F.cross_entropy(net(torch.randn(8, 3, 12, 12)), torch.arange(8))
         optimizer.zero_grad()
         loss.backward()
@@ -203,9 +202,8 @@ def test_what_computes_in_float_is_said_and_counted(tmp_path: Path) -> None:
 
 
 def test_only_results_that_no_quantizer_reads_are_said() -> None:
-    net = nn.Sequential(
-        QuantConv2d(3, 4, 3), nn.ReLU(), QuantConv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), QuantLinear(256, 2)
-    )
+    convs = (QuantConv2d(3, 4, 3), nn.ReLU(), QuantConv2d(4, 4, 3), nn.ReLU())
+    net = nn.Sequential(*convs, nn.Flatten(), QuantLinear(256, 2))
     assert "in float in an exported file" not in qat.summary(net)  # ReLU, and flatten, keep the grid
     net.insert(3, nn.BatchNorm2d(4))
     assert qat.summary(net).splitlines()[-1] == SAID.format("2 computes")

@@ -11,15 +11,8 @@ from torch import Tensor, nn
 
 import qat
 from benchmarks.work import integer_work
-from tests.references.prepared_case import (
-    Net,
-    Plain,
-    activation_quantizers,
-    assert_close_to_float,
-    assert_computes_as,
-    calls,
-    draw,
-)
+from tests.references import prepared_case as checks
+from tests.references.prepared_case import Net, Plain, activation_quantizers, calls, draw, prepared_near
 
 
 def test_one_quantizer_a_tensor_at_the_end_of_its_producer() -> None:
@@ -105,26 +98,30 @@ PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, se
 @pytest.mark.parametrize("case", PLACES)
 def test_operands_of_integer_work_have_grids_and_nothing_else(case: str) -> None:
     forward, parts, x, names = PLACES[case]
-    net = Plain(forward, **parts).eval()
-    model = qat.prepare(net, example_inputs=x)
+    model = prepared_near(Plain(forward, **parts).eval(), x)
     assert {name.replace("_quantizer", "") for name in activation_quantizers(model)} == names
-    assert_computes_as(net, model, x)
-    assert_close_to_float(net, model, x)
     assert integer_work(model, x).share == 1.0
 
 
+def bits_of(model: nn.Module) -> dict[str, int]:
+    return {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
+
+
+def with_grid_of_conv1(**grid: Any) -> Any:
+    """The residual add reads that tensor too."""
+    recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": grid}})
+    return qat.prepare(Net(), recipe, torch.randn(2, 3, 8, 8))
+
+
 def test_a_reader_that_does_not_get_its_grid_is_named() -> None:
-    recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": {"init": "minmax"}}})  # the add reads it too
-    model = qat.prepare(Net(), recipe, torch.randn(2, 3, 8, 8))
-    line = next(line for line in qat.summary(model).splitlines() if line.startswith("stem_quantizer"))
+    lines = qat.summary(with_grid_of_conv1(init="minmax")).splitlines()
+    line = next(line for line in lines if line.startswith("stem_quantizer"))
     assert "shared with a reader that asked for uint8 affine per tensor; not calibrated" in line
 
 
 def test_a_reader_of_fewer_bits_has_a_grid_behind_the_shared_one() -> None:
-    recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": {"bits": 4}}})  # the residual add reads it too
-    model = qat.prepare(Net(), recipe, torch.randn(2, 3, 8, 8))
-    bits = {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
-    assert {name for name, width in bits.items() if width == 4} == {"stem_quantizer_4_bits"}
+    model = with_grid_of_conv1(bits=4)
+    assert {name for name, width in bits_of(model).items() if width == 4} == {"stem_quantizer_4_bits"}
     narrow = next(node for node in model.graph.nodes if node.target == "stem_quantizer_4_bits")
     assert narrow.args[0].target == "pool" and narrow.args[0].args[0].target == "stem_quantizer"
     assert [user.target for user in narrow.users if user.op == "call_module"] == ["block.conv1"]
@@ -140,8 +137,7 @@ def test_residual_bits_are_those_of_what_sums_and_averages_read() -> None:
 
     net = Plain(gated, stem=nn.Conv2d(3, 4, 3), mid=nn.Conv2d(4, 4, 1), end=nn.Conv2d(4, 4, 1))
     model = qat.prepare(net, qat.QuantRecipe({"bits": 2}, {"bits": 2}), torch.randn(2, 3, 8, 8))
-    bits = {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
-    assert bits == {
+    assert bits_of(model) == {
         "input_quantizer": 2,
         "stem_quantizer": 8,  # the SiLU reads it
         "silu_quantizer": 8,  # the first sum
@@ -160,9 +156,9 @@ def test_shape_arithmetic_is_not_quantized() -> None:
         return self.fc(x.view(rows, x.size(1) * x.size(2) * x.size(3)))
 
     net = Plain(forward, conv=nn.Conv2d(2, 2, 1), fc=nn.Linear(8, 2))
-    model = qat.prepare(net, example_inputs=torch.randn(3, 2, 2, 2))
+    model = prepared_near(net, draw(3, 2, 2, 2))
     assert sorted(activation_quantizers(model)) == ["conv_quantizer", "input_quantizer"]
-    assert_computes_as(net, model, draw(5, 2, 2, 2))  # another batch
+    checks.assert_computes_as(net, model, draw(5, 2, 2, 2))  # another batch
 
 
 def test_activations_in_place_read_the_grids_before_them() -> None:

@@ -21,14 +21,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.Unwr
 
 EACH = pytest.mark.parametrize("target", list(PROFILES))
 
+CURVES = ("sigmoid", "tanh", "hardsigmoid", "hardswish", "silu", "gelu", "elu", "mish", "leaky_relu")
 # Operation of the profiles: its computation on two tensors (a(x), c(x)), and whether it reads both.
 OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
-    "add": (torch.add, True),
-    "sub": (torch.sub, True),
-    "mul": (torch.mul, True),
+    **{name: (getattr(torch, name), True) for name in ("add", "sub", "mul", "maximum", "minimum")},
+    **{name: (lambda a, c, name=name: getattr(F, name)(a), False) for name in CURVES},
     "div": (lambda a, c: a / (c.abs() + 1), True),
-    "maximum": (torch.maximum, True),
-    "minimum": (torch.minimum, True),
     "cat": (lambda a, c: torch.cat([a, c], 1), True),
     "stack": (lambda a, c: torch.stack([a, c], 1).flatten(1, 2), True),
     "matmul": (lambda a, c: a.mT @ c, True),
@@ -38,22 +36,11 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "interpolate": (lambda a, c: F.interpolate(a, scale_factor=(2, 1), mode="bilinear"), False),
     "softmax": (lambda a, c: a.softmax(-1), False),
     "log_softmax": (lambda a, c: F.log_softmax(a, -1), False),
-    "sigmoid": (lambda a, c: a.sigmoid(), False),
-    "tanh": (lambda a, c: torch.tanh(a), False),
-    "hardsigmoid": (lambda a, c: F.hardsigmoid(a), False),
-    "hardswish": (lambda a, c: F.hardswish(a), False),
-    "silu": (lambda a, c: F.silu(a), False),
-    "gelu": (lambda a, c: F.gelu(a), False),
-    "elu": (lambda a, c: F.elu(a), False),
-    "mish": (lambda a, c: F.mish(a), False),
-    "leaky_relu": (lambda a, c: F.leaky_relu(a), False),
     "layer_norm": (lambda a, c: F.layer_norm(a, (8,)), False),
     "group_norm": (lambda a, c: F.group_norm(a, 2), False),
     "instance_norm": (lambda a, c: F.instance_norm(a), False),
 }
 PRODUCTS_AND_SUMS = {"add", "mul", "cat", "stack", "matmul", "avg_pool"}
-
-
 X = draw(3, 4, 8, 8)
 
 

@@ -147,20 +147,18 @@ def test_an_optimizer_of_the_float_model_is_noticed(caplog: pytest.LogCaptureFix
         caplog.clear()
 
 
-class BranchesOnValues(nn.Module):
+def branching(self: Any, x: Tensor) -> Tensor:
+    y = self.body(x).flatten(2).permute(2, 0, 1)
+    if y.sum() > 1e9:
+        y = -y
+    return self.head(self.lstm(self.attend(y, y, y)[0])[0])
+
+
+def branches_on_values() -> nn.Module:
     """Only its parts can be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
-        self.attend, self.lstm = nn.MultiheadAttention(4, 2), nn.LSTM(4, 3)
-        self.head, self.unused = nn.Linear(3, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x).flatten(2).permute(2, 0, 1)
-        if y.sum() > 1e9:
-            y = -y
-        return self.head(self.lstm(self.attend(y, y, y)[0])[0])
+    body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    parts = {"attend": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(4, 3), "head": nn.Linear(3, 2)}
+    return Plain(branching, body=body, **parts, unused=nn.Linear(2, 2))
 
 
 def linears(*names: str) -> dict[str, nn.Module]:
@@ -215,22 +213,21 @@ def test_first_and_last_bits(case: str) -> None:
         assert shared or (input_bits(model, name) if own is None else own.spec.bits) == bits
 
 
-DECIDES = BranchesOnValues.forward.__code__.co_firstlineno + 2
 REASON = (
-    "BranchesOnValues cannot be captured: the way through it depends on the values of a tensor"
-    f" (test_preparation.py, line {DECIDES}); torch.where(condition, a, b) takes both ways"
+    "Plain cannot be captured: the way through it depends on the values of a tensor (test_preparation.py, line"
+    f" {branching.__code__.co_firstlineno + 2}); torch.where(condition, a, b) takes both ways"
 )
 
 
 @pytest.mark.parametrize("name", ["first_bits", "last_bits"])
 def test_a_model_in_parts_has_no_first_layer(name: str) -> None:
     with refused(f"prepare: {name}=4 needs a model with one graph, and {REASON}; use overrides"):
-        qat.prepare(BranchesOnValues(), qat.QuantRecipe(**{name: 4}), draw(2, 3, 6, 6))
+        qat.prepare(branches_on_values(), qat.QuantRecipe(**{name: 4}), draw(2, 3, 6, 6))
 
 
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Tensor, qat.QuantRecipe]] = {
     "other bits": (Net, draw(2, 3, 8, 8), qat.QuantRecipe(overrides={"block": SKIP}, first_bits=4)),
-    "in parts": (BranchesOnValues, draw(2, 3, 6, 6), qat.QuantRecipe()),
+    "in parts": (branches_on_values, draw(2, 3, 6, 6), qat.QuantRecipe()),
 }
 
 
@@ -259,30 +256,6 @@ def rows(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
-class AllKinds(nn.Module):
-    """Layers of every kind, quantized or not, and parameters that functions read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.lstm = nn.Embedding(9, 8), nn.LSTM(8, 8, batch_first=True)
-        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.gain = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
-        self.skipped, self.pair, self.head = nn.Linear(8, 8), nn.Bilinear(8, 8, 4), nn.Linear(4, 2)
-        self.unused, self.deep = nn.Linear(3, 3), nn.ModuleDict({"unused": nn.Conv2d(3, 3, 1)})
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.lstm(self.words(words))[0]
-        x = self.norm(x + self.attend(x, x, x, need_weights=False)[0]) * self.gain
-        x = self.skipped(torch.relu(x))
-        return self.head(self.pair(x, x.flip(1)))
-
-
-@pytest.fixture(scope="module")
-def all_kinds() -> nn.Module:
-    torch.manual_seed(0)
-    return qat.prepare(AllKinds().eval(), qat.QuantRecipe(overrides={"skipped": SKIP}), torch.arange(9).reshape(3, 3))
-
-
 def check_counts(model: nn.Module) -> None:
     text = qat.summary(model)
     quantizers = {name: m for name, m in model.named_modules() if isinstance(m, Quantizer)}
@@ -295,9 +268,23 @@ def check_counts(model: nn.Module) -> None:
     assert {name for name, row in rows(text).items() if row[1] != "float"} == layers | activations
 
 
-def test_the_table_has_every_layer_and_its_reason(all_kinds: nn.Module) -> None:
-    check_counts(all_kinds)
-    table = rows(qat.summary(all_kinds))
+def all_kinds(self: Any, words: Tensor) -> Tensor:
+    """Layers of every kind, quantized or not, and parameters that functions read."""
+    x = self.lstm(self.words(words))[0]
+    x = self.norm(x + self.attend(x, x, x, need_weights=False)[0]) * self.gain
+    x = self.skipped(torch.relu(x))
+    return self.head(self.pair(x, x.flip(1)))
+
+
+def test_the_table_has_every_layer_and_its_reason() -> None:
+    parts = {"words": nn.Embedding(9, 8), "lstm": nn.LSTM(8, 8, batch_first=True), "norm": nn.LayerNorm(8)}
+    parts |= {"attend": nn.MultiheadAttention(8, 2, batch_first=True), "gain": nn.Parameter(torch.ones(8))}
+    parts |= {"skipped": nn.Linear(8, 8), "pair": nn.Bilinear(8, 8, 4), "head": nn.Linear(4, 2)}
+    parts |= {"unused": nn.Linear(3, 3), "deep": nn.ModuleDict({"unused": nn.Conv2d(3, 3, 1)})}
+    recipe = qat.QuantRecipe(overrides={"skipped": SKIP})
+    model = qat.prepare(Plain(all_kinds, **parts).eval(), recipe, torch.arange(9).reshape(3, 3))
+    check_counts(model)
+    table = rows(qat.summary(model))
     left = {name: row for name, row in table.items() if row[1] == "float"}
     assert set(left) == {"skipped", "norm", "gain", "unused", "deep.unused"}
     assert left["skipped"][-1] == "stays float: skipped by the recipe's pattern 'skipped'"
@@ -308,7 +295,7 @@ def test_the_table_has_every_layer_and_its_reason(all_kinds: nn.Module) -> None:
 
 
 def test_the_table_of_a_model_in_parts() -> None:
-    model = qat.prepare(BranchesOnValues().eval(), None, draw(2, 3, 6, 6))
+    model = qat.prepare(branches_on_values().eval(), None, draw(2, 3, 6, 6))
     check_counts(model)
     table = rows(qat.summary(model))
     assert qat.summary(model).splitlines()[-2:] == [
@@ -330,10 +317,9 @@ READS: list[Callable[[Any, Tensor], Tensor]] = [
 @pytest.mark.parametrize("read", READS, ids=["whole", "in part"])
 def test_overrides_of_a_layer_speak_for_what_reads_its_weight(read: Callable[..., Tensor]) -> None:
     net = Plain(lambda self, x: read(self, torch.relu(self.a(x))), **linears("a", "c"))
-    model = qat.prepare(net, qat.QuantRecipe(overrides={"c": {"weight": {"bits": 4}}}), X)
-    check_counts(model)
-    assert sorted(weight_bits(model).values()) == [4, 8]
-    model = qat.prepare(net, qat.QuantRecipe(overrides={"c": SKIP}), X)
-    check_counts(model)
-    assert weight_bits(model) == {"a": 8}
-    assert "skipped by the recipe's pattern 'c'" in qat.summary(model)
+    overrides: tuple[dict[str, Any], ...] = ({"weight": {"bits": 4}}, SKIP)
+    narrow, skipped = (qat.prepare(net, qat.QuantRecipe(overrides={"c": change}), X) for change in overrides)
+    check_counts(narrow)
+    check_counts(skipped)
+    assert sorted(weight_bits(narrow).values()) == [4, 8] and weight_bits(skipped) == {"a": 8}
+    assert "skipped by the recipe's pattern 'c'" in qat.summary(skipped)

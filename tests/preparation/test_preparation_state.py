@@ -17,7 +17,7 @@ import qat
 from qat.layers import QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
-from tests.references.prepared_case import Net, Plain, assert_computes_as, assert_takes_float_state, draw, refused
+from tests.references.prepared_case import Net, Plain, assert_takes_float_state, draw, prepared_alike, refused
 
 
 def by_mode() -> nn.Module:
@@ -167,11 +167,10 @@ def test_hooks_act_in_the_prepared_model_too(name: str, watched: str) -> None:
         module.register_forward_hook(lambda module, inputs, output: 3 * output)
     else:
         module.register_forward_pre_hook(lambda module, inputs: (3 * inputs[0],))
-    model = qat.prepare(net, example_inputs=draw(4, 8))
+    model = prepared_alike(net, draw(4, 8))
     left = {"first": "it carries forward hooks, which the twin would lose"} if name == "first" else {}
     assert noted(model, LEFT_IN_FLOAT) == left or not name  # hooked itself, a model is prepared in parts
     assert any(isinstance(module, QuantLayer) for module in model.modules())
-    assert_computes_as(net, model, draw(4, 8))
 
 
 def test_every_module_keeps_its_mode() -> None:
@@ -192,21 +191,16 @@ def test_everything_lives_where_the_model_does(case: str) -> None:
     assert model(x.to("meta")).device.type == "meta"
 
 
-class Containers(nn.Module):
-    """Called out of order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 3)))
-        self.heads, self.acts = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 4)]), nn.ModuleDict({"act": nn.ReLU()})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads[0](self.heads[1](self.acts["act"](self.body(x)).mean((2, 3))))  # type: ignore[no-any-return]
+def out_of_order(self: Any, x: Tensor) -> Tensor:
+    return self.heads[0](self.heads[1](self.acts["act"](self.body(x)).mean((2, 3))))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_blocks_are_indexed_and_iterated_but_not_called(copied: Callable[..., Any]) -> None:
-    model, x = qat.prepare(Containers(), example_inputs=draw(2, 3, 8, 8)), draw(2, 3, 8, 8)
+    body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 3)))
+    heads, acts = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 4)]), nn.ModuleDict({"act": nn.ReLU()})
+    x = draw(2, 3, 8, 8)
+    model = qat.prepare(Plain(out_of_order, body=body, heads=heads, acts=acts), example_inputs=x)
     for each in (model, copied(model)):
         assert [type(child).__name__ for child in each.body][:3] == ["QuantConv2d", "BatchNorm2d", "ReLU"]
         assert each.body[3][0] is each.get_submodule("body.3.0") and each.heads[1] is each.get_submodule("heads.1")

@@ -15,14 +15,8 @@ from qat.layers import QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
-from tests.references.prepared_case import (
-    Plain,
-    activation_quantizers,
-    assert_computes_as,
-    draw,
-    refused,
-    without_quantizers,
-)
+from tests.references import prepared_case as checks
+from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, refused
 
 ROWS = torch.randn(3, 4)
 
@@ -39,11 +33,7 @@ FOREIGN = [("torch.ao.nn.qat.modules.conv", "Conv2d"), ("brevitas.nn.quant_conv"
 def test_a_model_of_another_toolkit_is_named(module: str, name: str) -> None:
     foreign = imitation(module, name)()
     derived = imitation("my_layers", "Mine", type(foreign))()
-    for model, where in (
-        (nn.Sequential(nn.Linear(4, 2), foreign), "1"),
-        (foreign, "the model"),
-        (derived, "the model"),
-    ):
+    for model, where in ((nn.Sequential(foreign), "0"), (foreign, "the model"), (derived, "the model")):
         with pytest.raises(ValueError, match=f"^prepare: '{where}' is a {module}.{name}, of another toolkit"):
             qat.prepare(model, example_inputs=ROWS)
 
@@ -210,7 +200,7 @@ def test_the_largest_parts_that_can_be_traced_are() -> None:
         "unused": "forward never calls it for the example inputs",
     }
     # Within a part, tensors are quantized at their producers; a single layer quantizes its input.
-    names = activation_quantizers(model)
+    names = checks.activation_quantizers(model)
     assert {"body.input_quantizer", "body.0_quantizer", "score.input_quantizer"} <= set(names)
     assert isinstance(model.get_submodule("attention.out_proj"), QuantLayer)
     assert not isinstance(model.get_submodule("hooked"), QuantLayer)
@@ -224,7 +214,7 @@ def test_a_model_in_parts_computes_as_the_float_model(example_inputs: Any) -> No
     assert type(model) is Detector and model is not net
     assert_computes_as(net, model, IMAGES)
     # The rest of the model still decides and branches at every call: training with targets gives a loss.
-    assert set(without_quantizers(model).train()(IMAGES, [1])) == {"boxes", "scores", "loss"}
+    assert set(checks.without_quantizers(model).train()(IMAGES, [1])) == {"boxes", "scores", "loss"}
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert not any(isinstance(module, (Quantizer, QuantLayer, fx.GraphModule)) for module in net.modules())
 
@@ -246,12 +236,11 @@ class Counts(nn.Module):
 
 
 def test_a_part_under_several_names_stays_one_part() -> None:
-    net, x = Counts().eval(), draw(4, 8)
-    model = qat.prepare(net, example_inputs=x)
+    x = draw(4, 8)
+    model = prepared_alike(Counts().eval(), x)
     assert model.again is model.body and model.inner[1] is model.body
     assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 2
     assert not any(type(module) is nn.Linear for module in model.modules())
-    assert_computes_as(net, model, x)
     qat.calibrate(model, [x])
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
@@ -267,10 +256,8 @@ def test_names_in_a_recipe_are_those_of_the_whole_model() -> None:
     box = model.get_submodule("heads.box")
     assert box.get_submodule("1").weight_quantizer.spec.bits == 4 and box.input_quantizer.spec.bits == 6
     assert model.score.weight_quantizer.spec.bits == 3 and model.score.input_quantizer.spec.bits == 5
-    with refused(
-        "prepare: the recipe's pattern 'heads.bx.*' names no layer of the model; did you mean 'heads.box.3' or"
-        " 'heads.box.1'?"
-    ):
+    sentence = "prepare: the recipe's pattern 'heads.bx.*' names no layer of the model; did you mean"
+    with refused(f"{sentence} 'heads.box.3' or 'heads.box.1'?"):
         qat.prepare(Detector(), qat.QuantRecipe(overrides={"heads.bx.*": {"skip": True}}), example_inputs=(IMAGES,))
 
 
@@ -288,23 +275,21 @@ def test_a_part_whose_methods_others_call_keeps_them() -> None:
         scores = self.head(x)
         return self.head.compute_loss(scores) if self.training and bool(scores.isfinite().all()) else scores.relu()
 
-    net, x = Plain(forward, head=Head(nn.Linear(8, 4))).eval(), draw(4, 8)
-    model = qat.prepare(net, example_inputs=x)
+    model = prepared_alike(Plain(forward, head=Head(nn.Linear(8, 4))).eval(), draw(4, 8))
     assert isinstance(model.get_submodule("head.0"), QuantLayer)
-    assert_computes_as(net, model, x)
 
 
-VALUES: dict[str, Any] = {
-    "if": lambda self, x: self.a(x) if x.sum() > 0 else self.b(x),
-    "float": lambda self, x: self.a(x) * float(x.abs().max()),
-    "list": lambda self, x: self.a(x) * torch.tensor(x.tolist()).max(),
-}
+VALUES: list[Any] = [
+    lambda self, x: self.a(x) if x.sum() > 0 else self.b(x),
+    lambda self, x: self.a(x) * float(x.abs().max()),
+    lambda self, x: self.a(x) * torch.tensor(x.tolist()).max(),
+]
 
 
-@pytest.mark.parametrize("case", VALUES)
-def test_control_flow_on_values_is_decided_at_every_call(case: str) -> None:
-    net = Plain(VALUES[case], a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
-    model = qat.prepare(net, example_inputs=draw(4, 8).abs())
+@pytest.mark.parametrize("forward", VALUES)
+def test_control_flow_on_values_is_decided_at_every_call(forward: Any) -> None:
+    net = Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
+    model = prepared_alike(net, draw(4, 8).abs())
     assert any(isinstance(module, QuantLayer) for module in model.modules())
-    for x in (draw(4, 8).abs(), -draw(4, 8).abs(), draw(4, 8, seed=3)):
+    for x in (-draw(4, 8).abs(), draw(4, 8, seed=3)):
         assert_computes_as(net, model, x)

@@ -104,10 +104,6 @@ def assert_compiled_equals_eager(eager: nn.Module, inputs: list[Tensor]) -> None
     assert backend.graphs == 2, "one graph for training and one for evaluation"
 
 
-torch_211 = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # its compiler's own
-
-
-@torch_211
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_training_equals_eager_training(name):
     role, spec = specs.QUANTIZERS[name]

@@ -65,41 +65,37 @@ def broken(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.Func
     return type(name, (Right,), {key: staticmethod(method) for key, method in methods.items()})
 
 
-def of_x(gradient: Callable[[Tensor, Parts], Tensor]) -> Callable[..., Any]:
-    """A backward with this gradient of x."""
+def of_x(name: str, gradient: Callable[[Tensor, Parts], Tensor]) -> type[torch.autograd.Function]:
+    """With this gradient of x."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return gradient(grad, parts(ctx)) if ctx.needs_input_grad[0] else None, Right.backward(ctx, grad)[1]
 
-    return backward
+    return broken(name, backward=backward)
 
 
-def of_scale(gradient: Callable[[Tensor, Parts], Tensor | None]) -> Callable[..., Any]:
-    """A backward with this gradient of the scale."""
+def of_scale(name: str, gradient: Callable[[Tensor, Parts], Tensor | None]) -> type[torch.autograd.Function]:
+    """With this gradient of the scale."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return Right.backward(ctx, grad)[0], gradient(grad, parts(ctx)) if ctx.needs_input_grad[1] else None
 
-    return backward
+    return broken(name, backward=backward)
 
 
-MissingMask = broken("MissingMask", backward=of_x(lambda grad, p: grad))
-StrictBounds = broken(
-    "StrictBounds", backward=of_x(lambda grad, p: torch.where((p.v > QMIN) & (p.v < QMAX), grad, 0))
-)  # fmt: skip
+MissingMask = of_x("MissingMask", lambda grad, p: grad)
+StrictBounds = of_x("StrictBounds", lambda grad, p: torch.where((p.v > QMIN) & (p.v < QMAX), grad, 0))
 # The residual everywhere, outside the range too.
-WrongScaleGradient = broken(
-    "WrongScaleGradient", backward=of_scale(lambda grad, p: summed(grad * (torch.round(p.v) - p.v).detach(), p.scale))
+WrongScaleGradient = of_scale(
+    "WrongScaleGradient", lambda grad, p: summed(grad * (torch.round(p.v) - p.v).detach(), p.scale)
 )
-ForgetsTheScale = broken("ForgetsTheScale", backward=of_scale(lambda grad, p: None))
+ForgetsTheScale = of_scale("ForgetsTheScale", lambda grad, p: None)
 # Right for one scale, the same sum in every channel for many.
-NoSumOverChannels = broken(
-    "NoSumOverChannels",
-    backward=of_scale(lambda grad, p: (grad * p.slope).sum().to(p.scale.dtype).expand(p.scale.shape)),
+NoSumOverChannels = of_scale(
+    "NoSumOverChannels", lambda grad, p: (grad * p.slope).sum().to(p.scale.dtype).expand(p.scale.shape)
 )
-ResidualNotDetached = broken(
-    "ResidualNotDetached",
-    backward=of_scale(lambda grad, p: summed(grad * torch.where(p.inside, torch.round(p.v) - p.v, p.slope), p.scale)),
+ResidualNotDetached = of_scale(
+    "ResidualNotDetached", lambda grad, p: summed(grad * torch.where(p.inside, p.v.round() - p.v, p.slope), p.scale)
 )
 DifferentiableOnce = broken("DifferentiableOnce", backward=once_differentiable(Right.backward))
 # `view` takes no incoming gradient with other strides.
@@ -135,8 +131,8 @@ BranchesOnTheData = broken(
     backward=lambda ctx, grad: (MissingMask if parts(ctx).inside.all() else Right).backward(ctx, grad),
 )
 # A guard over the whole tensor: one NaN, and every gradient is NaN.
-DisturbsItsNeighbours = broken(
-    "DisturbsItsNeighbours", backward=of_x(lambda grad, p: torch.where(p.inside, grad, 0) + 0 * p.x.sum().detach())
+DisturbsItsNeighbours = of_x(
+    "DisturbsItsNeighbours", lambda grad, p: torch.where(p.inside, grad, 0) + 0 * p.x.sum().detach()
 )
 
 
@@ -146,7 +142,7 @@ def averaged(grad: Tensor, found: Parts) -> Tensor:
     return summed(grad * found.slope, found.scale) / count * count
 
 
-AveragesTheGradient = broken("AveragesTheGradient", backward=of_scale(averaged))
+AveragesTheGradient = of_scale("AveragesTheGradient", averaged)
 
 
 class ReadsTheScale(Right):

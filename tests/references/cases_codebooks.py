@@ -1,10 +1,12 @@
 """Rows of the proof matrix for the rules whose levels come from the whole tensor or channel (DoReFa, binary, ternary,
 APoT's normalization) or are no integer grid (APoT, N2UQ, low-precision floats, MX blocks).
 
-The surrogates are written from the published formulas with detach; the references are in reference_codebooks.py.
+The surrogates have the published gradients, whatever their values; the references are in reference_codebooks.py.
 Input points are multiples of small powers of two, so that bounds and ties stay bounds and ties in every dtype.
 """
 
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -53,21 +55,14 @@ UNBOUNDED = {"outside": "nothing is clipped: the gradient passes everywhere"}
 
 
 def dorefa_surrogate(w: Tensor, bits: int, channel_axis: reference.ChannelAxis) -> Tensor:
-    axes = reduced(w, channel_axis)
-    if bits == 1:
-        return straight_through(torch.where(w >= 0, 1.0, -1.0) * w.abs().mean(axes, keepdim=True), w)
-    n, t = 2**bits - 1, torch.tanh(w)
-    u = t / (2 * t.abs().amax(axes, keepdim=True)) + 0.5
-    return 2 * straight_through(torch.round(u * n) / n, u) - 1
+    t = torch.tanh(w)
+    return w.clone() if bits == 1 else t / t.abs().amax(reduced(w, channel_axis), keepdim=True)
 
 
 def dorefa_weight_case(bits: int, channel_axis: reference.ChannelAxis) -> Case:
     place = "per tensor" if channel_axis is None else "per channel"
-    excused = {
-        "zero": "an even number of levels, symmetric about 0: none is 0",
-        **UNBOUNDED,
-        **own_scales(channel_axis),
-    }
+    excused = UNBOUNDED | own_scales(channel_axis)
+    excused["zero"] = "an even number of levels, symmetric about 0: none is 0"
     if bits > 2:  # at 2 bits the four levels are too far apart
         excused["idempotent"] = "tanh moves the levels before they are rounded again"
     zero_channel = (0.0,) if bits == 1 and channel_axis is not None else ()
@@ -87,7 +82,7 @@ def normalize_case(channel_axis: reference.ChannelAxis) -> Case:
         deviation = w.std(axes, correction=0, keepdim=True).clamp(min=1e-5)
         return (w - w.mean(axes, keepdim=True).detach()) / deviation.detach()
 
-    excused = {**UNBOUNDED, **own_scales(channel_axis)}
+    excused = UNBOUNDED | own_scales(channel_axis)
     excused |= {"levels": "no quantizer: what comes before one", "zero": "the mean moves to 0"}
     return Case(name=f"normalize_weight, {'per tensor' if channel_axis is None else 'per channel'}",
                 function=partial(normalize_weight, channel_axis=channel_axis),
@@ -97,45 +92,30 @@ def normalize_case(channel_axis: reference.ChannelAxis) -> Case:
                 elementwise=False, excused=excused)  # fmt: skip
 
 
-def binary_surrogate(w: Tensor, progress: Tensor | None, gradient: str, channel_axis: reference.ChannelAxis) -> Tensor:
-    scale = w.abs().mean(reduced(w, channel_axis), keepdim=True)
-    shape = SIGN_SURROGATES[gradient](w) if progress is None else error_decay_surrogate(w, progress)
-    return straight_through(torch.where(w >= 0, scale, -scale), shape)
-
-
 def binary_case(gradient: str, channel_axis: reference.ChannelAxis, progress: float | None = None) -> Case:
     """`progress`, if given, is a second input, which gets no gradient."""
-    excused = {"zero": "two levels, neither of them 0", **own_scales(channel_axis)}
+    excused = {"zero": "two levels, neither of them 0"} | own_scales(channel_axis)
     if gradient not in ("clipped", "approximate"):
         excused |= UNBOUNDED
-    variant = gradient if progress is None else f"{gradient} at {progress}"
-
-    rule = signs.sign(gradient) if progress is None else signs.ERROR_DECAY_SIGN
-    w = channels(1.0, 0.25, 0.0, 2.0)
+    w, variant, given = channels(1.0, 0.25, 0.0, 2.0), gradient, []
+    rule, surrogate = signs.sign(gradient), SIGN_SURROGATES.get(gradient)
+    if progress is not None:
+        variant, given = f"{gradient} at {progress}", [tensor(progress)]
+        rule, surrogate = signs.ERROR_DECAY_SIGN, error_decay_surrogate
     return Case(name=f"binary_quantize, {variant}, channel_axis {channel_axis}",
                 function=lambda w, progress=None: binary_quantize(w, channel_axis, gradient, progress),
-                inputs=(w, *([] if progress is None else [tensor(progress)])),
-                surrogate=lambda w, progress=None: binary_surrogate(w, progress, gradient, channel_axis),
+                inputs=(w, *given), surrogate=surrogate,
                 reference=lambda w, *_: reference.binary(w, channel_axis), reference_gradient=rule.backward,
                 elementwise=False, levels=2 * scales_of(w, channel_axis), excused=excused)  # fmt: skip
 
 
-def ternary_surrogate(w: Tensor, channel_axis: reference.ChannelAxis) -> Tensor:
-    axes = reduced(w, channel_axis)
-    kept = w.abs() > 0.7 * w.abs().mean(axes, keepdim=True)
-    scale = torch.where(kept, w.abs(), 0).sum(axes, keepdim=True) / kept.sum(axes, keepdim=True).clamp(min=1)
-    return straight_through(torch.where(kept, scale * torch.sign(w), 0), w)
-
-
 def ternary_case(channel_axis: reference.ChannelAxis) -> Case:
-    excused = {**UNBOUNDED, **own_scales(channel_axis)}
     w = channels(1.0, 0.25, 0.0, 2.0)
     return Case(name=f"ternary_quantize, channel_axis {channel_axis}",
-                function=partial(ternary_quantize, channel_axis=channel_axis), inputs=(w,),
-                surrogate=partial(ternary_surrogate, channel_axis=channel_axis),
+                function=partial(ternary_quantize, channel_axis=channel_axis), inputs=(w,), surrogate=torch.clone,
                 reference=lambda w: reference.ternary(w, channel_axis),
                 reference_gradient=lambda grad, w: (grad.copy(),), elementwise=False,
-                levels=2 * scales_of(w, channel_axis) + 1, excused=excused)  # fmt: skip
+                levels=2 * scales_of(w, channel_axis) + 1, excused=UNBOUNDED | own_scales(channel_axis))  # fmt: skip
 
 
 def ttq_gradient(grad: Tensor, w: Tensor, positive: Tensor, negative: Tensor, threshold: float) -> tuple[Tensor, ...]:
@@ -150,14 +130,14 @@ def ttq_gradient(grad: Tensor, w: Tensor, positive: Tensor, negative: Tensor, th
 
 def ttq_case(name: str, positive: Any, negative: Any, channel_axis: reference.ChannelAxis) -> Case:
     """The largest weight is 2, so 0.125 lies on the threshold and belongs to neither set."""
-    threshold, excused = 0.0625, {**UNBOUNDED, **own_scales(channel_axis)}
+    threshold = 0.0625
     w = clip(channels(2.0, 1.0, 0.0), -2.0, 2.0)
     return Case(name=f"ttq_quantize, {name}", function=partial(ttq_quantize, threshold=threshold),
                 inputs=(w, tensor(positive), tensor(negative)), gradient=partial(ttq_gradient, threshold=threshold),
                 reference=lambda w, positive, negative: reference.ttq(w, positive, negative, threshold),
                 reference_gradient=lambda grad, *inputs: reference.ttq_gradients(*inputs, threshold, grad),
                 broadcast=(1, 2), elementwise=False, levels=2 * scales_of(w, channel_axis) + 1,
-                excused=excused)  # fmt: skip
+                excused=UNBOUNDED | own_scales(channel_axis))  # fmt: skip
 
 
 WEIGHT_CASES: list[Case] = [
@@ -176,39 +156,37 @@ WEIGHT_CASES: list[Case] = [
 
 
 def dorefa_activation_case(bits: int) -> Case:
-    n, rule = 2**bits - 1, reference.dorefa_activation(bits)
     points = [-20.0, -0.25, -0.0, 0.0, 0.125, 0.28125, 0.5, 0.71875, 0.9375, 1.0, 1.0078125, 1.5, 20.0]  # 0.5: a tie
     return Case(name=f"dorefa_quantize_activation, {bits} bits",
                 function=partial(dorefa_quantize_activation, bits=bits), inputs=(tensor(points),),
-                surrogate=lambda x: straight_through(torch.round(clip(x, 0.0, 1.0) * n) / n, clip(x, 0.0, 1.0)),
-                rule=rule, levels=2**bits)  # fmt: skip
+                surrogate=lambda x: clip(x, 0.0, 1.0), rule=reference.dorefa_activation(bits),
+                levels=2**bits)  # fmt: skip
 
 
-def rounded_between(x: Tensor, scale: Tensor, v: Tensor, bounded: Tensor, level: Tensor) -> Tensor:
-    """scale * level with LSQ's gradient: within the bounds x plus a constant residual times the scale."""
+def surrogate_of_levels(
+    x: Tensor, scale: Tensor, levels: Sequence[Any], signed: bool = True, even: bool = False
+) -> Tensor:
+    """LSQ's gradient for any levels: within the bounds x plus a constant residual; a tie stays below, or is even."""
+    top, middles = float(levels[-1]), tensor([float(sum(map(Fraction, pair)) / 2) for pair in pairwise(levels)])
+    v = (x / scale).detach()
+    bounded = clip(v, -top if signed else 0.0, top)
+    below, above = (torch.bucketize(bounded.abs(), middles, right=right) for right in (False, True))
+    nearest = torch.where(below % 2 == 0, below, above) if even else below
+    level = torch.sign(bounded) * tensor([float(each) for each in levels])[nearest]
     return torch.where(v == bounded, x + scale * (level - v), scale * level)
-
-
-def apot_surrogate(x: Tensor, alpha: Tensor, bits: int, signed: bool) -> Tensor:
-    exact = reference.apot_levels(bits - 1 if signed else bits)
-    levels, middles = tensor([float(level) for level in exact]), [float(sum(pair) / 2) for pair in pairwise(exact)]
-    v = (x / alpha).detach()
-    bounded = clip(v, -1.0 if signed else 0.0, 1.0)
-    nearest = torch.sign(bounded) * levels[torch.bucketize(bounded.abs(), tensor(middles))]  # a tie stays below
-    return rounded_between(x, alpha, v, bounded, nearest)
 
 
 def apot_case(bits: int, signed: bool) -> Case:
     """The points include every tie of the grid; alpha is chosen so that alpha * (sum of two levels) / 2 is exact."""
     levels, rule = reference.apot_levels(bits - 1 if signed else bits), reference.apot(bits, signed)
     alpha = float({2: 2.0, 3: 1.25, 4: 1.5}[bits - 1 if signed else bits])
-    ties = [float((low + high) / 2 * reference.Fraction(alpha)) for low, high in pairwise(levels)]
+    ties = [float((low + high) / 2 * Fraction(alpha)) for low, high in pairwise(levels)]
     points = [0.0, 0.34375, 0.71875, 0.9375, 1.0625, alpha / 2, alpha, alpha + 0.0625, 1.5 * alpha, 20.0, *ties]
     points = points[: len(points) // 2 * 2]
     x = tensor([points, [-point for point in points]]).reshape(2, -1, 2)
     return Case(name=f"apot_quantize, {'signed' if signed else 'unsigned'} {bits} bits",
                 function=partial(apot_quantize, bits=bits, signed=signed), inputs=(x, tensor(alpha)),
-                surrogate=partial(apot_surrogate, bits=bits, signed=signed), rule=rule, broadcast=(1,),
+                surrogate=partial(surrogate_of_levels, levels=levels, signed=signed), rule=rule, broadcast=(1,),
                 levels=2**bits - 1 if signed else 2**bits)  # fmt: skip
 
 
@@ -246,30 +224,21 @@ def float_points(name: str) -> list[float]:
     return [float(point) for point in points[: len(points) // 2 * 2]]
 
 
-def float_surrogate(x: Tensor, scale: Tensor, name: str) -> Tensor:
-    levels = tensor(reference.float_levels(name))
-    v = (x / scale).detach()
-    bounded = clip(v, -float(levels[-1]), float(levels[-1]))
-    middles = (levels[1:] + levels[:-1]) / 2
-    below, above = (torch.bucketize(bounded.abs(), middles, right=right) for right in (False, True))
-    cast = torch.sign(bounded) * levels[torch.where(below % 2 == 0, below, above)]  # of a tie the even code
-    return rounded_between(x, scale, v, bounded, cast)
-
-
 def float_case(name: str) -> Case:
-    points, rule = float_points(name), reference.float_quantize(name)
+    points, levels = float_points(name), reference.float_levels(name)
     return Case(name=f"float_quantize, {name}", function=partial(float_quantize, format=name),
                 inputs=(0.25 * tensor([points, [-point for point in points]]).reshape(2, -1, 2), tensor(0.25)),
-                surrogate=partial(float_surrogate, name=name), rule=rule,
-                broadcast=(1,), levels=2 * len(reference.float_levels(name)) - 1)  # fmt: skip
+                surrogate=partial(surrogate_of_levels, levels=levels, even=True), rule=reference.float_quantize(name),
+                broadcast=(1,), levels=2 * len(levels) - 1)  # fmt: skip
 
 
 def mx_surrogate(x: Tensor, name: str, block_size: int, axis: int) -> Tensor:
-    """`float_surrogate` with a constant scale for each block."""
+    """The scale of each block is a constant."""
     top = float(np.floor(np.log2(reference.float_levels(name)[-1])))
     largest = x.detach().movedim(axis, -1).unflatten(-1, (-1, block_size)).abs().amax(-1)
     scales = torch.where(largest > 0, 2 ** (torch.floor(torch.log2(largest)) - top), 1)
-    return float_surrogate(x, scales.repeat_interleave(block_size, -1).movedim(-1, axis), name)
+    scales = scales.repeat_interleave(block_size, -1).movedim(-1, axis)
+    return surrogate_of_levels(x, scales, reference.float_levels(name))
 
 
 def mx_case(name: str, axis: int = -1) -> Case:

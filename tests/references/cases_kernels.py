@@ -33,7 +33,6 @@ IMPLEMENTATIONS = {"C": C, "formula": FORMULA}
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def ops(request: pytest.FixtureRequest) -> Any:
-    """The operators by name."""
     if request.param == "C" and compiler.library() is None:
         pytest.skip("no C compiler here")
     return IMPLEMENTATIONS[request.param]

@@ -2,27 +2,21 @@
 the uniform rules (LSQ, LSQ+, PACT, learned bits, power-of-two scales).
 """
 
-import functools
 import math
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qat.functional import rounding
 from qat.functional.clamping import clamp_ste
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
 from qat.functional.learned_bits import learned_bits_quantize
 from qat.functional.lsq import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.functional.pact import pact_quantize
 from qat.functional.power_of_two import power_of_two_scale
-from qat.functional.rounding import (
-    StochasticRoundSTEFunction,
-    ceil_ste,
-    floor_ste,
-    round_ste,
-    stochastic_round_ste,
-    trunc_ste,
-)
+from qat.functional.rounding import StochasticRoundSTEFunction, stochastic_round_ste
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
 from qat.functional.tensors import apply, positive_scale
@@ -77,13 +71,12 @@ def stochastic_cases(x: Tensor) -> list[Case]:
 
 
 def rounding_cases() -> list[Case]:
-    x = tensor(ANY, 4, 6)
-    rules = ((round_ste, ref.ROUND), (floor_ste, ref.FLOOR), (ceil_ste, ref.CEIL), (trunc_ste, ref.TRUNC))
+    x, excused = tensor(ANY, 4, 6), {"levels": UNBOUNDED, "outside": NO_RANGE}
+    rules = {"round_ste": ref.ROUND, "floor_ste": ref.FLOOR, "ceil_ste": ref.CEIL, "trunc_ste": ref.TRUNC}
     cases = [
-        Case(function.__name__, function, (x,), torch.clone, rule=rule,
-             excused={"levels": UNBOUNDED, "outside": NO_RANGE})
-        for function, rule in rules
-    ]  # fmt: skip
+        Case(name, getattr(rounding, name), (x,), torch.clone, rule=rule, excused=excused)
+        for name, rule in rules.items()
+    ]
     return cases + stochastic_cases(x)
 
 
@@ -98,10 +91,8 @@ def clamp_cases() -> list[Case]:
     tensors = tuple(tensor(bound) for bound in bounds)
     cases = []
     for gradient, surrogate in (("clipped", clip), ("straight_through", clamp_straight_surrogate)):
-        straight = gradient == "straight_through"
-        rule = ref.clamp(straight)
-        excused = {"levels": CONTINUOUS} | ({"outside": NO_RANGE} if straight else {})
-        function = functools.partial(clamp_ste, gradient=gradient)
+        straight, function = gradient == "straight_through", partial(clamp_ste, gradient=gradient)
+        rule, excused = ref.clamp(straight), {"levels": CONTINUOUS} | ({"outside": NO_RANGE} if straight else {})
         cases.append(Case(f"clamp_ste, tensor bounds, {gradient}", function, (x, *tensors), surrogate,
                           rule=rule, broadcast=(1, 2), excused=excused))  # fmt: skip
         cases.append(Case(
@@ -125,14 +116,12 @@ def sign_cases() -> list[Case]:
     x, cases, ternary = tensor(AROUND_ONE, 4, 6), [], []
     for gradient, surrogate in SIGN_SURROGATES.items():
         excused = {"outside": NO_RANGE} if gradient == "straight_through" else {}
-        rule = ref.sign(gradient)
-        cases.append(Case(f"sign_ste, {gradient}", functools.partial(sign_ste, gradient=gradient), (x,), surrogate,
-                          rule=rule, levels=2, excused={"zero": TWO_LEVELS} | excused))  # fmt: skip
+        cases.append(Case(f"sign_ste, {gradient}", partial(sign_ste, gradient=gradient), (x,), surrogate,
+                          rule=ref.sign(gradient), levels=2, excused={"zero": TWO_LEVELS} | excused))  # fmt: skip
         if gradient != "approximate":
-            rule = ref.ternary_sign(gradient)
-            ternary.append(Case(f"ternary_sign_ste, {gradient}", functools.partial(ternary_sign_ste, gradient=gradient),
-                                (x, tensor(0.5)), lambda x, threshold, call=surrogate: call(x), rule=rule,
-                                broadcast=(1,), levels=3, excused=excused))  # fmt: skip
+            ternary.append(Case(f"ternary_sign_ste, {gradient}", partial(ternary_sign_ste, gradient=gradient),
+                                (x, tensor(0.5)), lambda x, threshold, call=surrogate: call(x), excused=excused,
+                                rule=ref.ternary_sign(gradient), broadcast=(1,), levels=3))  # fmt: skip
     for progress in (0.0, 0.37, 0.5, 1.0):
         cases.append(Case(f"error_decay_sign, progress {progress}", error_decay_sign, (x, tensor(progress)),
                           error_decay_surrogate, rule=ref.ERROR_DECAY_SIGN, levels=2,
@@ -234,14 +223,12 @@ def lsq_surrogate(x: Tensor, scale: Tensor, grad_factor: float = 1.0) -> Tensor:
 
 
 def lsq_cases() -> list[Case]:
-    x, cases = STEP * tensor(SIGNED_V, 4, 6), []
-    for factor in (1.0, 0.125):
-        rule = ref.lsq(-8, 7, factor)
-        cases.append(Case(f"lsq_quantize, grad_factor {factor:g}",
-                          functools.partial(lsq_quantize, qmin=-8, qmax=7, grad_factor=factor), (x, tensor(STEP)),
-                          functools.partial(lsq_surrogate, grad_factor=factor), rule=rule, broadcast=(1,),
-                          levels=16))  # fmt: skip
-    return cases
+    return [
+        Case(f"lsq_quantize, grad_factor {factor:g}", partial(lsq_quantize, qmin=-8, qmax=7, grad_factor=factor),
+             (STEP * tensor(SIGNED_V, 4, 6), tensor(STEP)), partial(lsq_surrogate, grad_factor=factor),
+             rule=ref.lsq(-8, 7, factor), broadcast=(1,), levels=16)
+        for factor in (1.0, 0.125)
+    ]  # fmt: skip
 
 
 def lsq_plus_surrogate(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
@@ -282,12 +269,12 @@ def lsq_plus_cases() -> list[Case]:
         grid, rule = {"qmin": qmin, "qmax": qmax}, ref.lsq_plus(qmin, qmax, factor)
         x = affine_points(float(ref.integer_zero(np.float64(zero_point), qmin, qmax)), qmin, qmax)
         proof = (
-            {"surrogate": functools.partial(lsq_plus_surrogate, **grid)}
+            {"surrogate": partial(lsq_plus_surrogate, **grid)}
             if factor == 1
-            else {"gradient": functools.partial(lsq_plus_gradient, factor=factor, **grid)}
+            else {"gradient": partial(lsq_plus_gradient, factor=factor, **grid)}
         )
         cases.append(Case(f"lsq_plus_quantize, {qmin}..{qmax}, zero point {zero_point:g}, grad_factor {factor:g}",
-                          functools.partial(lsq_plus_quantize, grad_factor=factor, **grid),
+                          partial(lsq_plus_quantize, grad_factor=factor, **grid),
                           (x, tensor(STEP), tensor(zero_point)), **proof, rule=rule, broadcast=(1, 2),
                           levels=16))  # fmt: skip
     return cases
@@ -297,7 +284,7 @@ def fake_quantize_cases() -> list[Case]:
     """The grid of LSQ+ where only x gets a gradient."""
     grid, rule = {"qmin": 0, "qmax": 15}, ref.lsq_plus(0, 15)
     return [
-        Case("fake_quantize", functools.partial(fake_quantize, **grid),
+        Case("fake_quantize", partial(fake_quantize, **grid),
              (affine_points(3.0, **grid), tensor(STEP), tensor(3.0)),
              lambda x, scale, zero_point: lsq_plus_surrogate(x, scale.detach(), zero_point.detach(), **grid),
              reference=rule.forward, reference_gradient=lambda *arrays: (rule.backward(*arrays)[0], None, None),
@@ -318,10 +305,9 @@ def pact_cases() -> list[Case]:
         middle = (0.0, 0.25, 0.5, 0.9, 1.5, 2.5, 3.5, 6.5)
         v = (-20.0, -0.75, -0.5, -0.25, -0.0, *middle, *(steps + each for each in (-0.5, -0.25, 0.0, 0.25, 0.5)))
         v += (steps + 0.75, steps + 30.0)
-        rule = ref.pact(bits)
-        cases.append(Case(f"pact_quantize, {bits} bits", functools.partial(pact_quantize, bits=bits),
-                          (STEP * tensor(v, 4, 5), tensor(STEP * steps)), pact_surrogate, rule=rule, broadcast=(1,),
-                          levels=2**bits))  # fmt: skip
+        cases.append(Case(f"pact_quantize, {bits} bits", partial(pact_quantize, bits=bits),
+                          (STEP * tensor(v, 4, 5), tensor(STEP * steps)), pact_surrogate, rule=ref.pact(bits),
+                          broadcast=(1,), levels=2**bits))  # fmt: skip
     return cases
 
 
@@ -344,13 +330,12 @@ def learned_bits_cases() -> list[Case]:
                             (False, 3.6, UNSIGNED_V), (False, 1.4, UNSIGNED_V)):  # fmt: skip
         whole = round(bits)
         qmax = 2 ** (whole - 1) - 1 if signed else 2**whole - 1
-        rule = ref.learned_bits(signed)
         edges = tensor((qmax - 0.5, float(qmax), qmax + 0.25, qmax + 0.5, qmax + 0.75))
         points = STEP * torch.cat([tensor(v), edges, -edges, tensor((0.1, -0.9))])
         cases.append(Case(f"learned_bits_quantize, {'signed' if signed else 'unsigned'}, {bits} bits",
-                          functools.partial(learned_bits_quantize, signed=signed),
+                          partial(learned_bits_quantize, signed=signed),
                           (points.reshape(4, 9), tensor(STEP * qmax), tensor(bits)),
-                          functools.partial(learned_bits_surrogate, signed=signed), rule=rule, broadcast=(1,),
+                          partial(learned_bits_surrogate, signed=signed), rule=ref.learned_bits(signed), broadcast=(1,),
                           levels=2 * qmax + 1 if signed else qmax + 1))  # fmt: skip
     return cases
 
@@ -368,8 +353,8 @@ def power_of_two_cases() -> list[Case]:
         (1e-4, 0.0078125, 0.25, 0.2500001, 0.2499999, tie - 1e-9, tie + 1e-9, 1.0, 3.0, 5.7, 8.0, 3e4), 3, 4
     )
     return [
-        Case(f"power_of_two_scale, {rounding}", functools.partial(power_of_two_scale, rounding=rounding), (scales,),
-             functools.partial(power_of_two_surrogate, rounding=rounding), rule=ref.power_of_two(rounding == "up"),
+        Case(f"power_of_two_scale, {rounding}", partial(power_of_two_scale, rounding=rounding), (scales,),
+             partial(power_of_two_surrogate, rounding=rounding), rule=ref.power_of_two(rounding == "up"),
              excused={"levels": "the levels are all powers of two",
                       "outside": "every positive scale has its power of two: there is no outside"})
         for rounding in ("nearest", "up")

@@ -61,7 +61,6 @@ def tensor(values: Any, *shape: int) -> Tensor:
 
 
 def straight_through(y: Tensor, x: Tensor) -> Tensor:
-    """The value of y with the gradient of x."""
     return x + (y - x).detach()
 
 

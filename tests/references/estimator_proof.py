@@ -49,7 +49,6 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: A
 
 
 def reference(case: Case) -> None:
-    """The forward equals the published formula."""
     for inputs in varied(case):
         y = case.function(*inputs)
         assert y.dtype == torch.float64 and y.shape == inputs[0].shape
@@ -166,7 +165,6 @@ def spread(case: Case) -> Iterator[Array]:
 
 
 def holds(case: Case, name: str, samples: int = 24) -> None:
-    """The property holds on seeded samples."""
     for x in islice(spread(case), samples):
         PROPERTY_CHECKS[name](case, x)
 
@@ -201,12 +199,10 @@ def excuses(case: Case) -> dict[str, str]:
 
 
 def claimed(case: Case) -> tuple[str, ...]:
-    """The properties that the case must have."""
     return tuple(name for name in PROPERTIES if name not in excuses(case))
 
 
 def gradcheck(case: Case, check: str) -> CheckResult:
-    """One check of `qat.testing.ste_gradcheck`."""
     report = ste_gradcheck(case.function, case.surrogate, case.inputs, gradient=case.gradient, broadcast=case.broadcast,
                            elementwise=case.elementwise, checks=(check,))  # fmt: skip
     return report[check]

@@ -7,7 +7,6 @@ from tests.references import estimator_proof as proof
 
 
 def leaf(values: object, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A tensor that asks for a gradient."""
     return torch.as_tensor(values, dtype=dtype).clone().requires_grad_()
 
 
@@ -17,12 +16,10 @@ def cotangent(y: Tensor) -> Tensor:
 
 
 def gradients(y: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """The gradients of the leaves under `cotangent`."""
     return list(torch.autograd.grad(y, leaves, cotangent(y)))
 
 
 def slopes(y: Tensor, *leaves: Tensor) -> list[list[float]]:
-    """The gradients of the sum of y."""
     return [gradient.tolist() for gradient in torch.autograd.grad(y.sum(), leaves)]
 
 

@@ -100,7 +100,6 @@ def input_grid(model: fx.GraphModule, name: str) -> Quantizer:
 
 
 def calls(model: nn.Module) -> list[str]:
-    """What a prepared model calls, in order."""
     assert isinstance(model, fx.GraphModule)
     return [str(node.target) for node in model.graph.nodes if node.op == "call_module"]
 
@@ -139,12 +138,24 @@ def assert_computes_as(
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def prepared_whole(net: nn.Module, x: Any, recipe: qat.QuantRecipe | None = None) -> Any:
-    """The prepared model, in one graph with nothing left in float, which computes as the float one and is near it."""
+def prepared_alike(net: nn.Module, x: Any, recipe: qat.QuantRecipe | None = None) -> Any:
+    """The prepared model, which computes as the float one."""
     model = qat.prepare(net, recipe, example_inputs=x)
-    assert noted(model, LEFT_IN_FLOAT) == {}
     assert_computes_as(net, model, x)
+    return model
+
+
+def prepared_near(net: nn.Module, x: Any, recipe: qat.QuantRecipe | None = None) -> Any:
+    """The prepared model, which computes as the float one and is near it on its grids."""
+    model = prepared_alike(net, x, recipe)
     assert_close_to_float(net, model, x)
+    return model
+
+
+def prepared_whole(net: nn.Module, x: Any, left: Mapping[str, str] | None = None) -> Any:
+    """The prepared model, in one graph with nothing else left in float, which computes as the float one, near it."""
+    model = prepared_near(net, x)
+    assert noted(model, LEFT_IN_FLOAT) == (left or {})
     return model
 
 

@@ -10,7 +10,6 @@ CACHES = (onednn._are_exact, onednn.is_exact_natively, onednn._say)
 
 
 def forget() -> None:
-    """What was found out about the processor is found out anew."""
     for cache in CACHES:
         cache.cache_clear()
 

@@ -17,7 +17,6 @@ Slopes = tuple[float | None, ...]
 
 
 def bounds(bits: int, signed: bool, narrow: bool = False) -> tuple[int, int]:
-    """Lowest and highest integer of a grid."""
     if not signed:
         return 0, 2**bits - 1
     return -(2 ** (bits - 1)) + (1 if narrow else 0), 2 ** (bits - 1) - 1
@@ -77,7 +76,6 @@ class Rule:
 
 
 def rint(x: float) -> float:
-    """Nearest integer, ties to even."""
     return float(np.rint(x))
 
 

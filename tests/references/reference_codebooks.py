@@ -115,7 +115,6 @@ def normalize(w: Array, channel_axis: ChannelAxis = None) -> Array:
 
 
 def normalize_gradients(w: Array, grad: Array, channel_axis: ChannelAxis = None) -> tuple[Array]:
-    """The statistics are constants."""
     grad_w = np.empty_like(w)
     for index in groups(w.shape, channel_axis):
         grad_w[index] = grad[index] / max(w[index].std(), 1e-5)

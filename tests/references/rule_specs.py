@@ -282,7 +282,6 @@ Overrides = Mapping[str, Mapping[str, Any]]
 def uncalibrated(
     weight_spec: QuantSpec, activation_spec: QuantSpec, overrides: Overrides | None = None
 ) -> torch.fx.GraphModule:
-    """The model above, prepared."""
     recipe = qat.QuantRecipe(weight_spec, activation_spec, overrides or {}, residual_bits=activation_spec.bits)
     return qat.prepare(float_model(activation_spec.rule == "binary"), recipe, images())
 
