@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from qat.cli import export
 from qat.cli.command import main
 from qat.export.litert import firmware
 from qat.export.litert.file import ReadFile
+from tests.cli.conftest import Verb
 
 pytest.importorskip("ai_edge_litert")
 pytest.importorskip("tflite_micro")
-
-Verb = Callable[..., tuple[int, str, str]]
 ENGINES = ("litert", "litert_reference", "tflite_micro")
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,8 @@ from qat.cli.command import VERBS, build_parser
 from qat.quantizer import registry
 from qat.training import script
 from qat.training.run.checkpoint import state_digest
+from tests.cli.conftest import Verb
 from tests.runs.finished_runs import in_place
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 def test_every_verb_has_help_with_an_example(verb: Verb) -> None:

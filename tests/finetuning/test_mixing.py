@@ -1,6 +1,7 @@
 """Mixup and cutmix: what the model and its teacher see, the loss of mixed labels, and which of both a batch gets."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,21 +11,15 @@ from torch import Tensor, nn
 from qat.finetuning import Distillation
 from qat.training.config.stages import StageConfig
 from qat.training.loop.aids import build_mixing
+from tests.references.prepared_case import Plain
 from tests.runs.tiny_training import TinyBatches, curves, stage_run, train
 
 
-class Seeing(nn.Module):
-    """A linear model with `outputs` outputs that keeps the images that it was trained or asked with."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        torch.manual_seed(outputs)
-        self.fc, self.asked = nn.Linear(192, outputs), list[Tensor]()
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.asked.append(images)
-        output: Tensor = self.fc(images.flatten(1))
-        return output
+def seeing(outputs: int) -> Any:
+    """A linear model that keeps the images that it was trained or asked with."""
+    model = Plain(lambda self, x: self.asked.append(x) or self.fc(x.flatten(1)), fc=nn.Linear(192, outputs))
+    model.asked = list[Tensor]()
+    return model
 
 
 @pytest.mark.parametrize("outputs", [2, 3])  # one more than there are classes
@@ -33,7 +28,7 @@ def test_loss_accuracy_and_teacher_are_of_the_mixed_images(outputs: int, tmp_pat
         shares = F.one_hot(labels, 2).float()
         return 0.3 * images + 0.7 * images.roll(1, 0), 0.3 * shares + 0.7 * shares.roll(1, 0)
 
-    model, teacher, batches = Seeing(outputs), Seeing(outputs), TinyBatches(24)
+    model, teacher, batches = seeing(outputs), seeing(outputs), TinyBatches(24)
     weight, bias = (each.detach().clone() for each in (model.fc.weight, model.fc.bias))
     stage = StageConfig(lr=0.1, label_smoothing=0.2)
     run = stage_run(tmp_path, model, stage, train=batches, mixing=mixing, distillation=Distillation(teacher))

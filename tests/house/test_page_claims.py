@@ -1,6 +1,5 @@
 """Sentences of docs/ that promise something, tried: each test has the sentence as its docstring."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,8 @@ from torch import Tensor, nn
 
 import qat
 from qat.functional import ewgs_gradient
-from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
+from qat.quantizer import create_quantizer, registered_quantizers
 from qat.spec import default_spec
-from qat.training.config.schema import ModelConfig
-from qat.training.model import build_model
-from tests.runs.tiny_training import user_error
 
 SIGNED, AFFINE = {"signed": True, "symmetric": True}, {"signed": False, "symmetric": False}
 FOLLOWING = {"dorefa": {}, "binary": {"bits": 1}, "ternary": {"bits": 2}}
@@ -36,16 +32,6 @@ def calibrated(layers: list[nn.Module], recipe: qat.QuantRecipe | None = None) -
 def two_convolutions(between: type[nn.Module] = nn.ReLU) -> list[nn.Module]:
     first, second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
     return [first, between(), second, between(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
-
-
-@pytest.mark.parametrize(("bits", "init"), [(4, "mse"), (7, "mse"), (8, "minmax"), (16, "minmax")])
-def test_the_first_range_of_a_weight(bits: int, init: str) -> None:
-    """rules.md: a weight of 4 bits has as its range that of the least squared error; one of 8 bits and more starts from
-    its lowest and highest value."""
-    model = calibrated(two_convolutions(), qat.QuantRecipe(weight={"bits": bits}))
-    found = {each.spec.init for each in model.modules() if isinstance(each, Quantizer) and each.role == "weight"}
-    layer = qat.QuantConv2d(3, 4, 3, weight_spec=qat.QuantSpec(bits=bits))
-    assert found == {init} == {layer.weight_quantizer.spec.init}
 
 
 def test_what_learns_nothing() -> None:
@@ -116,14 +102,6 @@ def test_ewgs_in_forward_mode() -> None:
     assert torch.equal(tangent, x)
 
 
-def test_a_grid_without_negative_values() -> None:
-    """rules.md: normalised images are negative in part: a grid that is unsigned and symmetric refuses them
-    (`signed: true` takes them)."""
-    calibrated(two_convolutions(), qat.QuantRecipe(activation=SIGNED))
-    with pytest.raises(ValueError, match="cannot hold; use signed=True or symmetric=False"):
-        calibrated(two_convolutions(), qat.QuantRecipe(activation={"symmetric": True}))
-
-
 def test_a_hook_on_a_block_of_the_float_model(caplog: pytest.LogCaptureFixture) -> None:
     """troubleshooting.md: a hook on a block, set before `prepare`: the graph holds what it computed, and has no call of
     the block."""
@@ -137,42 +115,3 @@ def test_a_hook_on_a_block_of_the_float_model(caplog: pytest.LogCaptureFixture) 
     qat.calibrate(prepared, [images()])
     prepared(images())
     assert len(seen) == count
-
-
-def test_freezing_of_norms_and_switches() -> None:
-    """training_loop.md: BatchNorm's statistics stay through `train()`, and gamma and beta learn; loading a state dict
-    freezes scales and switches layers off and on as they were when it was saved."""
-    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, other = calibrated(layers), calibrated(layers)
-    qat.freeze_batch_norm(model)
-    before = model.get_submodule("1").running_mean.clone()
-    model.train()(images() + 1).sum().backward()
-    assert torch.equal(before, model.get_submodule("1").running_mean)
-    assert all(parameter.grad is not None for parameter in model.get_submodule("1").parameters())
-
-    def switches(of: nn.Module) -> list[tuple[bool, bool]]:
-        return [(each.is_disabled, each.is_frozen) for each in of.modules() if isinstance(each, Quantizer)]
-
-    saved = {name: value.clone() for name, value in other.state_dict().items()}
-    qat.disable_fake_quant(model, "0", activations=False)
-    qat.freeze_scales(model)
-    other.load_state_dict(model.state_dict())
-    assert switches(other) == switches(model) and (True, True) in switches(other)
-    other.load_state_dict(saved)
-    assert set(switches(other)) == {(False, False)}
-
-
-@pytest.mark.parametrize("prefix", ["", "model.", "net."])
-def test_a_file_of_lightning(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """own_data.md: a file of Lightning whose module holds the network as `self.model` goes there too; under another
-    name its keys do not fit, which is refused."""
-    monkeypatch.chdir(tmp_path)
-    state = {f"{prefix}{name}": value + 1 for name, value in nn.Linear(4, 2).state_dict().items()}
-    torch.save({"state_dict": state, "epoch": 3, "callbacks": {}, "hyper_parameters": {"lr": 0.1}}, "last.ckpt")
-    config = ModelConfig(name="torch.nn:Linear", kwargs={"in_features": 4, "out_features": 2}, checkpoint="last.ckpt")
-    if prefix == "net.":
-        assert "model.checkpoint: 'last.ckpt' is not of torch.nn:Linear" in user_error(build_model, config, 2)
-    else:
-        assert torch.equal(build_model(config, 2).weight, state[f"{prefix}weight"])

@@ -185,7 +185,8 @@ def test_own_models_that_do_not_work(module: Path, name: str, fields: dict[str, 
 def test_a_checkpoint_may_be_nested_and_prefixed(module: Path, nest: str | None, prefix: str) -> None:
     state = own().state_dict()
     named = OrderedDict((prefix + key, value) for key, value in state.items())
-    torch.save({nest: named, "epoch": 3} if nest else named, "x.pt")
+    beside = {"epoch": 3, "callbacks": {}, "hyper_parameters": {"lr": 0.1}}  # as Lightning's, where self.model has it
+    torch.save({nest: named, **beside} if nest else named, "x.pt")
     assert equal(own(checkpoint="x.pt").state_dict(), state)
 
 
@@ -227,6 +228,8 @@ def test_a_checkpoint_of_another_model_is_refused(module: Path) -> None:
     said = refused("x.pt")
     assert said.startswith("model.checkpoint: 'x.pt' is not of own_nets:net: ") and len(said.splitlines()) == 1
     assert all(fact in said for fact in ('"2.bias"', '"extra"', "[4, 3, 5, 5]", "[4, 3, 3, 3]"))
+    torch.save({f"net.{key}": value for key, value in own().state_dict().items()}, "x.pt")
+    assert refused("x.pt").startswith("model.checkpoint: 'x.pt' is not of own_nets:net: ")
 
 
 @pytest.mark.parametrize(("changes", "problem"), [

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from qat.quantizer import registry
+from tests.runs import small_run
+from tests.runs.small_run import refusal, start, summary
 from tests.runs.tiny_training import Captured, Patch, curves
-from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 
 OWN_RULES = """
 import qat
@@ -49,7 +50,7 @@ class HalfUp(qat.Quantizer):
         scale, zero_point = self.grid()
         return torch.clamp(floor_ste(x / scale + 0.5) + zero_point, *self.bounds())
 """
-FILES = {"tinymodels.py": TINY_MODEL, "own_rules.py": OWN_RULES, "tiny.yaml": CONFIG}
+FILES = {**small_run.FILES, "own_rules.py": OWN_RULES}
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,5 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
 def test_mistakes_with_rules_are_one_sentence_before_any_training(
     folder: Path, capsys: Captured, arguments: list[str], facts: tuple[str, ...]
 ) -> None:
-    assert run(*arguments) == 2
-    said = capsys.readouterr().err
-    assert all(fact.format(folder=folder) in said for fact in facts) and len(said.splitlines()) == 1
-    assert not (folder / "run").exists()
+    said = refusal(capsys, "run_dir=run", "watch=scales", *arguments)
+    assert all(fact.format(folder=folder) in said for fact in facts)
