@@ -18,9 +18,6 @@ from torchvision.models.detection.ssd import SSD
 
 import qat
 from qat.preparation.parts import prepared_parts
-from qat.training.config.file import load_config
-from qat.training.errors import UserError
-from qat.training.loop.preparation import prepare_model
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -129,23 +126,6 @@ def test_a_file_has_float_operators_that_no_table_lists(target: str, tmp_path: P
     assert not re.search("softplus|celu", str(qat.summary(model)), re.IGNORECASE)
 
 
-@pytest.mark.parametrize(("batch_first", "expected"), [(True, ["batch", 2, 3]), (False, [5, 2, 3])])
-def test_a_file_fixes_time_and_without_batch_first_the_batch(
-    batch_first: bool, expected: list[Any], tmp_path: Path
-) -> None:
-    """models.md: Without `batch_first` the first axis of an LSTM, GRU or RNN is time, so both are fixed."""
-    x = torch.randn(5, 2, 3)
-    model = qat.prepare(nn.LSTM(3, 4, batch_first=batch_first), example_inputs=x)
-    qat.calibrate(model, [x])
-    assert model(torch.randn(4, 7, 3))[0].shape == (4, 7, 4)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        qat.export_onnx(model.eval(), tmp_path / "model.onnx", x)
-    assert any("is fixed at 5" in str(each.message) for each in warned) != batch_first
-    (end,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").get_inputs()
-    assert end.shape == expected
-
-
 class Pyramid(nn.Module):
     def __init__(self, out_channels: Any) -> None:
         super().__init__()
@@ -221,45 +201,13 @@ def test_what_litert_writes_of_a_run_for_onnxruntime(layer: nn.Module, is_writte
     assert qat.verify_litert(file, model, [IMAGES]).close == 1
 
 
-def of_config(**quantization: Any) -> Callable[[Path], object]:
-    """Prepare the model of a config, as `train.py` does before it trains."""
-
-    def start(folder: Path) -> object:
-        written = folder / "run.yaml"
-        written.write_text("data: {name: digits}\n")
-        config = load_config(str(written), [f"quantization.{key}={value}" for key, value in quantization.items()])
-        return prepare_model(nn.Conv2d(3, 4, 1), config, (3, 8, 8))
-
-    return start
-
-
-def exported(**recipe: Any) -> Callable[[Path], object]:
-    def export(folder: Path) -> object:
-        model = prepared(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), **recipe)  # which says nothing
-        return qat.export_onnx(model, folder / "model.onnx", IMAGES)
-
-    return export
-
-
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda _: qat.QuantRecipe(target="tensorrt", activation={"signed": False}), "its INT8 is signed"),
-        (lambda _: qat.QuantRecipe(target="tensorrt", overrides={"3": {"activation": {"symmetric": False}}}),
-         r"overrides\['3'\]: .*its zero points must all be 0"),
-        (of_config(target="tensorrt", **{"activation.signed": "false"}), "its INT8 is signed"),
-        (lambda _: prepared(nn.Conv2d(3, 4, 1), weight={"signed": False}), r"^prepare: .*values down to"),
-        (lambda _: prepared(nn.Conv2d(3, 4, 1), weight={"granularity": "group", "group_size": 2}),
-         "^prepare: .*group_size=2 does not divide"),
-        (exported(weight={"bits": 9}), "^export_onnx: '0.weight_quantizer' .*at most 8 bits"),
-        (exported(activation={"bits": 9}), "^export_onnx: 'input_quantizer' .*at most 8 bits"),
-        (exported(weight={"granularity": "group", "group_size": 3}), "^export_onnx: '0.weight_quantizer' .*group of 3"),
-    ],
-)  # fmt: skip
-def test_what_is_refused_and_when(act: Callable[[Path], object], said: str, tmp_path: Path) -> None:
-    """targets.md: What is refused, and when."""
-    with pytest.raises((ValueError, UserError), match=said):
-        act(tmp_path)
+@pytest.mark.parametrize("part", ["weight", "activation"])
+def test_what_the_export_alone_refuses(part: str, tmp_path: Path) -> None:
+    """targets.md: What is refused, and when (at a recipe, a config or `prepare`: tests/preparation, tests/targets)."""
+    model = prepared(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), **{part: {"bits": 9}})  # which says nothing
+    name = {"weight": "0.weight_quantizer", "activation": "input_quantizer"}[part]
+    with pytest.raises(ValueError, match=f"^export_onnx: '{name}' .*at most 8 bits"):
+        qat.export_onnx(model, tmp_path / "model.onnx", IMAGES)
 
 
 def test_litert_warns_of_all_that_it_refuses_if_there_are_example_inputs(recwarn: pytest.WarningsRecorder) -> None:
