@@ -1,7 +1,8 @@
-"""Running statistics that are computed anew, or frozen."""
+"""Running statistics that are computed anew, frozen, or those of all ranks (tests/ranks trains with these)."""
 
 import copy
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import qat
+from tests.references.prepared_case import Plain
 
 
 def model_and_batches() -> tuple[nn.Module, list[torch.Tensor]]:
@@ -33,11 +35,8 @@ def test_they_are_the_averages_of_the_batches() -> None:
 
 def test_a_prepared_model_keeps_its_ranges_and_parameters() -> None:
     float_model, batches = model_and_batches()
-    model = qat.prepare(
-        float_model.eval(),
-        qat.QuantRecipe(activation=qat.QuantSpec(rule="ema", signed=False, symmetric=False)),
-        batches[0],
-    )
+    recipe = qat.QuantRecipe(activation={"rule": "ema", "signed": False, "symmetric": False})
+    model = qat.prepare(float_model.eval(), recipe, batches[0])
     qat.calibrate(model, batches)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert qat.reestimate_batch_norm(model, batches) == 2
@@ -52,17 +51,8 @@ def test_a_prepared_model_keeps_its_ranges_and_parameters() -> None:
 
 
 def test_what_the_batches_do_not_reach_stays_as_it_was() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-            self.none = nn.BatchNorm1d(2, track_running_stats=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.used(x)
-            return y
-
-    model = Branches()
+    none = nn.BatchNorm1d(2, track_running_stats=False)
+    model = Plain(lambda self, x: self.used(x), used=nn.BatchNorm1d(2), unused=nn.BatchNorm1d(2), none=none)
     model.unused.running_mean.fill_(7.0)
     assert qat.reestimate_batch_norm(model, [(torch.randn(5, 2), torch.zeros(5))]) == 1
     assert model.unused.running_mean.tolist() == [7.0, 7.0]
@@ -100,3 +90,15 @@ def test_frozen_statistics_survive_train_copies_and_pickles() -> None:
     assert model[1].training and not model.eval()[1].training and model.train()[1].training
     model[0:2](batches[0])
     assert not model[1].running_mean.equal(expected[1].running_mean)
+
+
+def test_norms_of_all_ranks_fold_into_the_file(tmp_path: Path) -> None:
+    float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
+    x = torch.randn(8, 3, 8, 8)
+    model = qat.prepare(float_model, example_inputs=x)
+    qat.calibrate(model, [x])
+    plain = model(x)
+    qat.sync_batch_norm(model)
+    assert torch.equal(model(x), plain)
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
+    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).agreement == 1.0

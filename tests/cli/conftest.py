@@ -10,9 +10,11 @@ from qat.cli.command import main
 from tests.runs.finished_runs import own_fixture, pets_fixture  # noqa: F401
 from tests.runs.tiny_training import Captured, Patch
 
+Verb = Callable[..., tuple[int, str, str]]
+
 
 @pytest.fixture
-def verb(pets: Path, monkeypatch: Patch, capsys: Captured) -> Iterator[Callable[..., tuple[int, str, str]]]:
+def verb(pets: Path, monkeypatch: Patch, capsys: Captured) -> Iterator[Verb]:
     """Call a verb in the folder of runs/pets, or another: its status, standard output and standard error."""
 
     def call(*arguments: str, place: Path = pets) -> tuple[int, str, str]:

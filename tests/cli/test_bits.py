@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from qat.training.config.file import load_config
+from tests.cli.conftest import Verb
 from tests.runs.finished_runs import PLAIN, SIZES, in_place, write_own
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from qat.training import script
-
-Verb = Callable[..., tuple[int, str, str]]
+from tests.cli.conftest import Verb
 
 SLOW = ("torchvision", "torch._dynamo", "torch._inductor", "sympy", "tensorboard", "matplotlib", "openvino")
 """What no answer here needs; torchvision imports torch's compiler, which takes as long as torch."""

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from qat.cli import export
 from qat.cli.command import main
 from qat.export.litert import firmware
 from qat.export.litert.file import ReadFile
+from tests.cli.conftest import Verb
 
 pytest.importorskip("ai_edge_litert")
 pytest.importorskip("tflite_micro")
-
-Verb = Callable[..., tuple[int, str, str]]
 ENGINES = ("litert", "litert_reference", "tflite_micro")
 
 
@@ -158,14 +156,11 @@ def test_a_mistake_is_one_sentence(arguments: list[str], said: str, verb: Verb) 
     assert (status, out) == (2, "") and err.startswith(said) and len(err.splitlines()) == 1, err
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"no model at all", "does not open it: "), (b"\x1c\0\0\0TFL3" + bytes(40), "does not open it: ")],
-)
-def test_a_broken_file_is_one_sentence(content: bytes, said: str, verb: Verb, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"no model at all", b"\x1c\0\0\0TFL3" + bytes(40)])
+def test_a_broken_file_is_one_sentence(content: bytes, verb: Verb, tmp_path: Path) -> None:
     (tmp_path / "broken.tflite").write_bytes(content)
     status, out, err = verb("benchmark", str(tmp_path / "broken.tflite"))
-    assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1, err
+    assert (status, out) == (2, "") and "does not open it: " in err and len(err.splitlines()) == 1, err
 
 
 def test_what_is_missing_is_named(verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:

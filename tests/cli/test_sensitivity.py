@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from qat.cli.sensitivity import suggested
 from qat.training.config.schema import RunConfig
 from qat.training.report import figures
 from qat.training.report.run import ReportedRun
+from tests.cli.conftest import Verb
+from tests.references.prepared_case import Plain
 from tests.runs.finished_runs import PLAIN, SIZES, in_place, write_own
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 def test_it_measures_what_the_run_did(pets: Path, verb: Verb) -> None:
@@ -75,19 +74,12 @@ def result_of(model: nn.Module, costs: dict[str, float], part: str = "weight", n
 
 
 def test_suggestions_go_by_noise_bits_and_rules() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.encoder(self.three(self.two(self.one(x)) + x))
-            return y
-
+    layers = {name: nn.Linear(8, 8) for name in ("one", "two", "three")}
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    net = Plain(lambda self, x: self.encoder(self.three(self.two(self.one(x)) + x)), **layers, encoder=encoder)
     overrides = {"one": {"weight": {"bits": 8}}, "three": {"weight": {"rule": "ternary", "bits": 2}}}
     recipe = qat.QuantRecipe(weight={"bits": 4}, overrides=overrides, residual_bits=4)
-    model = qat.prepare(Net(), recipe, torch.randn(2, 5, 8))
+    model = qat.prepare(net, recipe, torch.randn(2, 5, 8))
     found = suggested(result_of(model, {"one": 0.4, "two": 0.3, "three": 0.2, "encoder.linear1": 0.01}), model)
     assert found == {
         "one": {"skip": True},
@@ -102,16 +94,9 @@ def test_suggestions_go_by_noise_bits_and_rules() -> None:
 
 
 def test_a_product_in_a_layer_has_no_key_and_gets_no_suggestion() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.fc = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.fc(self.rnn(x)[0][:, -1])
-            return y
-
-    model = qat.prepare(Net(), qat.QuantRecipe(weight={"bits": 4}), torch.randn(2, 5, 4))
+    layers = {"rnn": nn.LSTM(4, 3, batch_first=True), "fc": nn.Linear(3, 2)}
+    net = Plain(lambda self, x: self.fc(self.rnn(x)[0][:, -1]), **layers)
+    model = qat.prepare(net, qat.QuantRecipe(weight={"bits": 4}), torch.randn(2, 5, 4))
     found = suggested(result_of(model, {"rnn.product_ih_l0": 0.3, "fc": 0.2}), model)
     assert found == {"fc": {"weight": {"bits": 8}}}
 

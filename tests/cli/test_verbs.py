@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,8 @@ from qat.cli.command import VERBS, build_parser
 from qat.quantizer import registry
 from qat.training import script
 from qat.training.run.checkpoint import state_digest
+from tests.cli.conftest import Verb
 from tests.runs.finished_runs import in_place
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 def test_every_verb_has_help_with_an_example(verb: Verb) -> None:
@@ -58,6 +56,7 @@ MISTAKES = [
     (["sensitivity", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of"),
     (["compare", "runs/pets"], "RUN: one run has nothing to be compared with; name two or more"),
     (["benchmark", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
+    (["evaluate", "runs/pets", "--import", "no_such"], "--import: no module 'no_such', neither in the current fold"),
 ]
 
 
@@ -124,11 +123,6 @@ def test_the_verbs_open_a_run_with_a_rule_of_ones_own(
     status, out, err = verb(*command, "--import", "own_rules", place=tmp_path)
     assert status == 0 and "own_rules" in sys.modules, f"{out}{err}"
     sys.modules.pop("own_rules")
-
-
-def test_a_module_to_import_that_is_missing_is_a_sentence(verb: Verb) -> None:
-    status, _, err = verb("evaluate", "runs/pets", "--import", "no_such_rules")
-    assert status == 2 and err.startswith("--import: no module 'no_such_rules', neither in the current folder '")
 
 
 def test_evaluate_is_what_the_run_measured(pets: Path, verb: Verb) -> None:
@@ -267,11 +261,6 @@ def test_the_picture_of_a_benchmark_says_what_it_needs(
     arguments = ["--batch", "1", "--rounds", "1", "--plot", str(tmp_path / "x.png")]
     status, _, err = verb("benchmark", "runs/pets/model.onnx", *arguments)
     assert (status, err) == (2, "--plot: needs matplotlib; pip install matplotlib, or leave --plot out\n")
-
-
-def test_an_override_may_stand_behind_an_option(verb: Verb) -> None:
-    status, out, err = verb("evaluate", "runs/pets", "--runtime", "torch", "data.root=images")
-    assert status == 0 and "torch" in out, err
 
 
 PAGE = (Path(qat.__file__).parents[1] / "docs" / "run_folder.md").read_text().splitlines()

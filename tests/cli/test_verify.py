@@ -1,7 +1,6 @@
-"""`python -m qat verify`: the first layer that differs, and why."""
+"""`python -m qat verify`: the first layer that differs, and why; and `lint`, which looks at the file alone."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from onnx import numpy_helper
 from qat.cli import verify
 from qat.cli.runs import Run
 from qat.export import LayerDifference
-
-Verb = Callable[..., tuple[int, str, str]]
+from tests.cli.conftest import Verb
 
 
 @pytest.fixture
@@ -77,3 +75,20 @@ def test_another_scale_is_a_file_that_computes_the_layer_otherwise(copied: Path,
     status, out, _ = verb("verify", str(copied))
     assert status == 1 and "first layer beyond rounding: features.3.squeeze_quantizer, " in out
     assert "probable cause: the file computes this layer otherwise" in out
+
+
+def test_the_file_of_a_run_is_clean_for_its_target_and_refused_by_another(verb: Verb) -> None:
+    status, out, err = verb("lint", "runs/pets", "--for", "onnxruntime")
+    assert status == 0 and out.endswith("model.onnx for onnxruntime: 0 errors, 0 warnings, 27 notes\n"), err + out
+    status, out, _ = verb("lint", "runs/pets/model.onnx", "--for", "tensorrt")
+    assert status == 1 and out.startswith("error: DequantizeLinear takes no int32 [int32-bias]\n  at ")
+    assert ", and " in out and "  remedy: target='tensorrt'; quantize_static(" in out and "  source: https://" in out
+    _, more, _ = verb("lint", "runs/pets/model.onnx", "--for", "tensorrt", "--all")
+    assert ", and " not in more and len(more) > len(out)
+
+
+def test_what_is_no_file_of_onnx_is_one_sentence(verb: Verb, tmp_path: Path) -> None:
+    (tmp_path / "notes.onnx").write_text("no model")
+    for file in ("notes.onnx", "nothing.onnx"):
+        status, out, err = verb("lint", file, "--for", "openvino", place=tmp_path)
+        assert (status, out, err.count("\n")) == (2, "", 1) and file in err

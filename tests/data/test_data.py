@@ -16,10 +16,10 @@ import torchvision
 from PIL import Image
 from torchvision.transforms import v2
 
-from qat.training.config.schema import AugmentConfig, DataConfig
-from qat.training.data import transforms
+from qat.training.config.schema import DATASETS, AugmentConfig, DataConfig
+from qat.training.data import datasets, transforms
 from qat.training.data.datasets import build_dataset, read_digits
-from qat.training.data.images import ImageArray, ImageFiles
+from qat.training.data.images import Dataset, ImageArray, ImageFiles
 from qat.training.data.loaders import Data, load_data
 from qat.training.data.transforms import cropped, pixels_of, resized
 from qat.training.errors import UserError
@@ -339,3 +339,29 @@ def test_cifar_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (data.classes[4], sorted(labels.tolist())) == ("class 4", [4] * 5 + [9] * 5)
     expected = [-0.4914 / 0.2470, (1 - 0.4822) / 0.2435, -0.4465 / 0.2616]
     assert images[0, :, 0, 0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+IMAGES, LABELS = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1, 0])
+OTHER_FORMS = [
+    ({"train": IMAGES}, "train must be an ImageArray or an ImageFiles, got Tensor"),
+    (
+        {"val": ImageArray(IMAGES.expand(4, 4, 8, 8), LABELS)},
+        "val: images must be a uint8 tensor (N, 1 or 3, H, W), got Tensor torch.uint8 (4, 4, 8, 8)",
+    ),
+    ({"classes": ["dark"]}, "train: labels go from 0 to 1, but classes has length 1"),
+    ({"val": ImageArray(IMAGES, LABELS[:2])}, "val: labels must be an int64 tensor (4,), got Tensor torch.int64 (2,)"),
+    ({"mean": (0.5,)}, "mean and std must be 3 numbers, std > 0, got (0.5,) and (0.5, 0.5, 0.5)"),
+    ({"val": ImageArray(IMAGES[:0], LABELS[:0])}, "val has no images"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), OTHER_FORMS)
+def test_images_and_labels_of_another_form_are_refused(changes: dict[str, Any], problem: str) -> None:
+    split = ImageArray(IMAGES, LABELS)
+    with pytest.raises(TypeError if "must be an ImageArray" in problem else ValueError) as raised:
+        Dataset(**{"train": split, "val": split, "classes": ["dark", "bright"], **changes})
+    assert str(raised.value) == f"Dataset: {problem}"
+
+
+def test_every_shipped_name_has_a_builder() -> None:
+    assert set(datasets._BUILDERS) == set(DATASETS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.finetuning import Distillation
-from qat.training import script as train
+from tests.runs.small_run import refusal, start
 from tests.runs.tiny_training import curves
 
 
@@ -104,46 +104,43 @@ def test_a_feature_of_zeros_divides_by_no_zero() -> None:
         assert bool(distillation(distillation.watching(model)(images), images).isfinite())
 
 
-@pytest.mark.parametrize(
-    ("distillation", "said"),
-    [
-        ("features: {'9': 1.0}", "features: Sequential has no module '9'"),
-        ("teacher: {name: resnet18}", "teacher: resnet18 has no weights; set checkpoint or weights of it"),
-        ("teacher: {name: 'tinyaids:flat'}", "the teacher does not fit the model (RuntimeError: "),
-        (
-            "features: {'0': 1.0}, teacher: {name: 'tinyaids:tiny', kwargs: {channels: 12}}",
-            "0: the teacher's are (2, 12, 16, 16), the student's (2, 8, 16, 16)",
-        ),
-    ],
-)
+REFUSED = {
+    "features: {'9': 1.0}": "features: Sequential has no module '9'",
+    "teacher: {name: resnet18}": "teacher: resnet18 has no weights; set checkpoint or weights of it",
+    "teacher: {name: 'tinymodels:flat'}": "the teacher does not fit the model (RuntimeError: ",
+    "features: {'0': 1.0}, teacher: {name: 'tinymodels:tiny', kwargs: {channels: 12}}": (
+        "0: the teacher's are (2, 12, 16, 16), the student's (2, 8, 16, 16)"
+    ),
+}
+
+
+@pytest.mark.parametrize(("distillation", "said"), REFUSED.items())
 def test_what_teaches_nothing_is_refused_before_any_training(
     distillation: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(["--config", "tiny.yaml", "run_dir=run", f"qat.distillation={{{distillation}}}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("qat.distillation") and said in error and len(error.splitlines()) == 1
-    assert not (folder / "run").exists()
+    error = refusal(capsys, "run_dir=run", f"qat.distillation={{{distillation}}}")
+    assert error.startswith("qat.distillation") and said in error
 
 
 def test_a_run_that_learned_needs_its_teacher_no_more(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exported again, or evaluated, it does not learn; trained on, it does."""
-    assert train.main(["--config", "tiny.yaml", "run_dir=large", "qat.epochs=0", "model.kwargs={channels: 12}"]) == 0
-    teacher = "qat.distillation={teacher: {name: 'tinyaids:tiny', kwargs: {channels: 12}, checkpoint: 't.safetensors'}}"
+    assert start("run_dir=large", "qat.epochs=0", "model.kwargs={channels: 12}") == 0
+    teacher = "name: 'tinymodels:tiny', kwargs: {channels: 12}, checkpoint: 't.safetensors'"
     (folder / "large" / "float.safetensors").rename(folder / "t.safetensors")
-    run = ["--config", "tiny.yaml", "run_dir=run", "resume=auto", teacher]
-    assert train.main(run) == 0
+    run = ["run_dir=run", "resume=auto", f"qat.distillation={{teacher: {{{teacher}}}}}"]
+    assert start(*run) == 0
     (folder / "t.safetensors").rename(folder / "moved.safetensors")
-    assert train.main([*run, "export.onnx=true"]) == 0
+    assert start(*run, "export.onnx=true") == 0
     assert (folder / "run" / "model.onnx").exists()
     capsys.readouterr()
-    assert train.main([*run, "qat.epochs=3"]) == 2
+    assert start(*run, "qat.epochs=3") == 2
     assert capsys.readouterr().err.startswith("qat.distillation.teacher: model.checkpoint: 't.safetensors' does not")
 
 
 def test_what_aids_add_to_the_loss_has_its_curves(folder: Path) -> None:
     """The loss of the labels is drawn apart from them."""
     aids = "qat.distillation={weight: 1000}", "qat.oscillation={dampen: 10.0, after: 0.5}"
-    assert train.main(["--config", "tiny.yaml", "run_dir=run", *aids, "quantization.weight.bits=2"]) == 0
+    assert start("run_dir=run", *aids, "quantization.weight.bits=2") == 0
     drawn = curves(folder / "run")
     assert [step for step, _ in drawn["qat/train/distillation_loss"]] == [step for step, _ in drawn["qat/train/loss"]]
     assert all(value > 0.05 for _, value in drawn["qat/train/distillation_loss"])

@@ -49,16 +49,10 @@ def test_activations_are_in_float_until_their_time_and_in_evaluations_they_are_n
     with qat.disable_fake_quant(model, weights=False):
         weights_only = model(images)
     gradual = GradualQuantization(model, activations_from=0.25)
-    for progress, expected in (
-        (0.0, weights_only),
-        (0.24, weights_only),
-        (0.25, whole),
-        (1.0, whole),
-        (0.1, weights_only),
-    ):
+    for progress in (0.0, 0.24, 0.25, 1.0, 0.1):
         gradual.set_progress(progress)
-        assert off(model) == (ACTIVATIONS if expected is weights_only else set())
-        assert torch.equal(model(images), expected)
+        assert off(model) == (ACTIVATIONS if progress < 0.25 else set())
+        assert torch.equal(model(images), weights_only if progress < 0.25 else whole)
     with pytest.raises(ValueError, match="switched off"):
         qat.export_onnx(model.eval(), tmp_path / "early.onnx", images)
     gradual.complete()
@@ -135,25 +129,21 @@ def test_the_kernels_come_back_once_all_is_quantized(model: Any, images: Tensor)
     assert str(qat.explain(model)) == before
 
 
-@pytest.mark.parametrize(
-    ("given", "fact"),
-    [
-        ({"activations_from": 1.0}, "activations_from must be from 0 to below 1, got 1.0"),
-        ({"weights_from": 0.2}, "nothing is gradual; set activations_from or weight_share"),
-        ({"model": nn.Linear(2, 2), "weight_share": 0.5}, "the model has no quantizer of weights; call qat.prepare"),
-        (
-            {"model": qat.QuantLinear(2, 2, activation_spec=None), "activations_from": 0.5},
-            "the model has no quantizer of activations; call qat.prepare",
-        ),
-        ({"model": 3, "weight_share": 0.5}, "model must be a torch.nn.Module, got int"),
-        ({"weight_share": 0.5, "progress": 1.5}, "progress must be from 0 to 1, got 1.5"),
-    ],
-)
-def test_what_is_not_gradual_is_refused(given: dict[str, Any], fact: str) -> None:
-    given = {"model": qat.QuantLinear(2, 2), **given}
-    progress = given.pop("progress", 0.5)
+LAYER, IN_FLOAT = qat.QuantLinear(2, 2), qat.QuantLinear(2, 2, activation_spec=None)
+REFUSED: list[tuple[Any, dict[str, float], str]] = [
+    (LAYER, {"activations_from": 1.0}, "activations_from must be from 0 to below 1, got 1.0"),
+    (LAYER, {"weights_from": 0.2}, "nothing is gradual; set activations_from or weight_share"),
+    (nn.Linear(2, 2), {"weight_share": 0.5}, "the model has no quantizer of weights; call qat.prepare"),
+    (IN_FLOAT, {"activations_from": 0.5}, "the model has no quantizer of activations; call qat.prepare"),
+    (3, {"weight_share": 0.5}, "model must be a torch.nn.Module, got int"),
+    (LAYER, {"weight_share": 0.5}, "progress must be from 0 to 1, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("model", "given", "fact"), REFUSED)
+def test_what_is_not_gradual_is_refused(model: Any, given: dict[str, float], fact: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'GradualQuantization: {fact}')}"):
-        GradualQuantization(**given).set_progress(progress)
+        GradualQuantization(model, **given).set_progress(1.5)
 
 
 def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
@@ -169,10 +159,12 @@ def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
     block = {"activations_from": 0.5, "weight_share": 0.5, "weights_from": 0.8}
     batches = TinyBatches(12)
     batches.images = batches.images[:, :, :6, :6]
-    config = {"watch": "scales"}  # else an evaluation is looked at by hooks of its own
-    train(
-        stage_run(tmp_path, model, QATStageConfig(epochs=2, gradual=block), train=batches, val=batches, config=config)
-    )
+    named = {
+        "train": batches,
+        "val": batches,
+        "config": {"watch": "scales"},
+    }  # else evaluations have hooks of their own
+    train(stage_run(tmp_path, model, QATStageConfig(epochs=2, gradual=block), **named))
     whole = ("validation", 0, 0)
     assert seen == [("step", 3, 3), ("step", 3, 3), whole, ("step", 0, 3), ("step", 0, 0), whole]
     for file in ("last.pt", "best.pt"):

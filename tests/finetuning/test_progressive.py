@@ -1,24 +1,30 @@
 """Progressive bit-widths: the stages before the last, what they hand on, and resuming in the middle of them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from qat.quantizer import Quantizer
-from qat.training import script as train
 from qat.training.config.file import load_config
 from qat.training.loop.evaluation import EPOCH_OFFSET
 from qat.training.loop.stage import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.run import stages
+from qat.training.script import CONFIGS
+from tests.runs import small_run
+from tests.runs.small_run import summary
 
 PROGRESSIVE = "qat.progressive=[{bits: 8, epochs: 2}, {bits: 6, weight: {rule: minmax}, lr: 0.02}]"
 
 
 def start(*arguments: str) -> int:
-    return train.main(["--config", "tiny.yaml", PROGRESSIVE, "quantization.first_bits=8", *arguments])
+    return small_run.start(PROGRESSIVE, "quantization.first_bits=8", *arguments)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.named_parameters() if "quantizer" not in name}
 
 
 def test_each_stage_has_its_grids_and_starts_from_the_weights_of_the_last(
@@ -29,10 +35,9 @@ def test_each_stage_has_its_grids_and_starts_from_the_weights_of_the_last(
     def watched(run: stages.StageRun, state: Any = None) -> Any:
         specs = [module.spec for module in run.model.modules() if isinstance(module, Quantizer)]
         bits = {spec.bits for spec in specs}, {spec.rule for spec in specs}
-        before = {name: value.clone() for name, value in run.model.named_parameters() if "quantizer" not in name}
+        before = weights_of(run.model)
         evaluation = real(run, state)
-        after = {name: value.clone() for name, value in run.model.named_parameters() if "quantizer" not in name}
-        seen.append((run.name, bits, run.stage.epochs, run.stage.lr, before, after))
+        seen.append((run.name, bits, run.stage.epochs, run.stage.lr, before, weights_of(run.model)))
         return evaluation
 
     monkeypatch.setattr(stages, "train_stage", watched)
@@ -82,19 +87,13 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
     whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
     assert whole["model"].keys() == parts["model"].keys()
     assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
-    found = [json.loads((folder / name / "summary.json").read_text()) for name in ("whole", "parts")]
+    found = [summary(folder / name) for name in ("whole", "parts")]
     assert all(found[0][key] == found[1][key] for key in ("float", "calibrated", "qat"))
 
 
 def test_a_stage_leaves_what_it_does_not_name_as_it_is(folder: Path) -> None:
-    extra = (
-        "qat.freeze_bn_epoch=1",
-        "qat.freeze_scales_epoch=1",
-        "qat.warmup_epochs=2",
-        "quantization.weight.init=mse",
-        "qat.distillation={}",
-        "qat.oscillation={}",
-    )
+    extra = ["qat.freeze_bn_epoch=1", "qat.freeze_scales_epoch=1", "qat.warmup_epochs=2"]
+    extra += ["quantization.weight.init=mse", "qat.distillation={}", "qat.oscillation={}"]
     config = load_config("tiny.yaml", [PROGRESSIVE, *extra])
     first, second = config.qat.progressive
     grids = on_grids_of(config, second).quantization
@@ -120,19 +119,16 @@ def test_a_stage_leaves_what_it_does_not_name_as_it_is(folder: Path) -> None:
 def test_what_is_wrong_with_a_stage_shows_before_anything_is_trained(
     stages: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(["--config", "tiny.yaml", f"qat.progressive={stages}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(said) and len(error.splitlines()) == 1
-    assert not (folder / "runs").exists()
+    assert small_run.refusal(capsys, f"qat.progressive={stages}").startswith(said)
 
 
 def test_a_stage_before_the_last_need_not_be_exported(folder: Path) -> None:
     """Ten bits do not fit the runtime's integers."""
     wide = "qat.progressive=[{bits: 10, lr: 0.003}]"
-    assert train.main(["--config", "tiny.yaml", "run_dir=run", wide, "export.onnx=true", "qat.epochs=1"]) == 0
+    assert small_run.start("run_dir=run", wide, "export.onnx=true", "qat.epochs=1") == 0
 
 
 def test_advice_names_the_key_of_the_stage() -> None:
-    config = load_config("resnet_int8.yaml", ["qat.progressive=[{bits: 8}, {bits: 6, lr: 0.1}]"], train.CONFIGS)
+    config = load_config("resnet_int8.yaml", ["qat.progressive=[{bits: 8}, {bits: 6, lr: 0.1}]"], CONFIGS)
     keys = [rate_key(config, name) for name in ("float", "float_finetune", "qat_1", "qat_2", "qat")]
     assert keys == ["float.lr", "qat.lr", "qat.lr", "qat.progressive[1].lr", "qat.lr"]

@@ -1,6 +1,7 @@
 """Settings that would change nothing: refused where that is sure, said where the run shows it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -11,42 +12,31 @@ from qat.training.config.stages import GradualConfig, OscillationConfig, QATStag
 from qat.training.loop.advice import without_effect
 from tests.runs.tiny_training import stage_run, tiny_model
 
+SLOW = "its averages are 90 % what the stage starts from; try 0.5"
+SAID: list[tuple[dict[str, Any], list[str]]] = [
+    ({"epochs": 3, "freeze_bn_epoch": 2, "freeze_scales_epoch": 0, "ema_decay": 0.9}, []),
+    ({"epochs": 0, "lr": 0.3, "optimizer": "adamw"}, []),
+    ({"epochs": 3, "freeze_bn_epoch": 3}, ["qat.freeze_bn_epoch: 3 has no effect: the last of 3 is 2"]),
+    ({"epochs": 3, "freeze_scales_epoch": 7}, ["qat.freeze_scales_epoch: 7 has no effect: the last of 3 is 2"]),
+    (
+        {"epochs": 1, "optimizer": "adamw", "momentum": 0.5, "accumulate": 6},
+        [
+            "qat.momentum: 0.5 has no effect: qat.optimizer is adamw, which has none",
+            "accumulate: 6 is more than the 5 batches of an epoch; each epoch is one step",
+        ],
+    ),
+    ({"epochs": 2, "ema_decay": 0.99}, [f"ema_decay: 0.99 is slow for the 10 steps of this stage: {SLOW}"]),  # 0.99^10
+    (
+        {"epochs": 0, "mixup_alpha": 0.2, "warmup_epochs": 1.0},
+        ["qat.warmup_epochs, qat.mixup_alpha have no effect: qat.epochs is 0"],
+    ),
+    ({"epochs": 0, "accumulate": 2}, ["qat.accumulate has no effect: qat.epochs is 0"]),
+]
 
-@pytest.mark.parametrize(
-    ("stage", "said"),
-    [
-        (QATStageConfig(epochs=3, freeze_bn_epoch=2, freeze_scales_epoch=0, ema_decay=0.9), []),
-        (QATStageConfig(epochs=0, lr=0.3, optimizer="adamw"), []),
-        (
-            QATStageConfig(epochs=3, freeze_bn_epoch=3, freeze_scales_epoch=7),
-            [
-                "qat.freeze_bn_epoch: 3 has no effect: the last of 3 is 2",
-                "qat.freeze_scales_epoch: 7 has no effect: the last of 3 is 2",
-            ],
-        ),
-        (
-            QATStageConfig(epochs=1, optimizer="adamw", momentum=0.5, accumulate=6),
-            [
-                "qat.momentum: 0.5 has no effect: qat.optimizer is adamw, which has none",
-                "accumulate: 6 is more than the 5 batches of an epoch; each epoch is one step",
-            ],
-        ),
-        (
-            QATStageConfig(epochs=2, ema_decay=0.99),  # 0.99 ** 10
-            [
-                "ema_decay: 0.99 is slow for the 10 steps of this stage: its averages are 90 % what the stage starts"
-                " from; try 0.5"
-            ],
-        ),
-        (
-            QATStageConfig(epochs=0, mixup_alpha=0.2, warmup_epochs=1.0),
-            ["qat.warmup_epochs, qat.mixup_alpha have no effect: qat.epochs is 0"],
-        ),
-        (QATStageConfig(epochs=0, accumulate=2), ["qat.accumulate has no effect: qat.epochs is 0"]),
-    ],
-)
-def test_the_log_says_what_has_no_effect(stage: QATStageConfig, said: list[str], tmp_path: Path) -> None:
-    assert without_effect(stage_run(tmp_path, tiny_model(), stage)) == said
+
+@pytest.mark.parametrize(("stage", "said"), SAID)
+def test_the_log_says_what_has_no_effect(stage: dict[str, Any], said: list[str], tmp_path: Path) -> None:
+    assert without_effect(stage_run(tmp_path, tiny_model(), QATStageConfig(**stage))) == said
 
 
 def test_re_estimation_needs_a_norm_and_a_float_stage_has_its_own_keys(tmp_path: Path) -> None:
@@ -64,13 +54,8 @@ def test_re_estimation_needs_a_norm_and_a_float_stage_has_its_own_keys(tmp_path:
 
 
 def test_what_the_whole_run_has_no_use_for_is_said_by_its_last_stage(tmp_path: Path) -> None:
-    run = stage_run(
-        tmp_path,
-        tiny_model(),
-        QATStageConfig(
-            epochs=1, accumulate=5, oscillation=OscillationConfig(), gradual=GradualConfig(activations_from=0.5)
-        ),
-    )
+    aids = {"oscillation": OscillationConfig(), "gradual": GradualConfig(activations_from=0.5)}
+    run = stage_run(tmp_path, tiny_model(), QATStageConfig(epochs=1, accumulate=5, **aids))
     export = run.config.export.model_copy(update={"onnx": False, "exact_sums": "always", "packed": False})
     quantization = run.config.quantization.model_copy(update={"residual_bits": 6})
     run.config = run.config.model_copy(update={"export": export, "quantization": quantization})

@@ -1,4 +1,4 @@
-"""What the house measures: `python tests/house/counts.py`. tests/house/test_counts.py holds the bounds."""
+"""What the house measures: `python tests/house/counts.py`. tests/house/test_layering.py holds the bounds."""
 
 import ast
 import sys

@@ -33,8 +33,8 @@ SESSIONS = {
     )},
     "README.md": ["README.md"],
 }  # fmt: skip
-"""Pages that run by themselves. docs/run_folder.md needs a run: tests/loading/test_page.py; docs/many_ranks.md
-torchrun: tests/ranks/test_page.py."""
+"""Pages that run by themselves. docs/run_folder.md needs a run: tests/loading/test_loading.py; docs/many_ranks.md
+torchrun: tests/ranks/test_torchrun.py."""
 SLOW = {f"docs/{name}.md": [f"docs/{name}.md"] for name in ("deploying", "detection", "low_bits")}
 SLOW |= {"docs/tutorial": TUTORIAL}
 """The tutorial's chapters are one session."""

@@ -1,5 +1,6 @@
-"""The files of examples: each runs as it stands in an empty folder, and ends with a proven model.onnx."""
+"""What rarely runs: the files of examples, each in an empty folder, and the benchmark for a GPU, here on the CPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from benchmarks import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
@@ -39,3 +42,13 @@ def test_an_example_trains_and_proves_its_export(name: str, tmp_path: Path) -> N
     found = dict(part.split("=") for part in said.removeprefix("Verification(").removesuffix(")").split(", "))
     assert float(found["agreement"]) > 0.99 and float(found["onnx_top1"]) > 90, said
     assert (tmp_path / "model.onnx").stat().st_size > 10_000
+
+
+def test_every_part_of_the_gpu_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
+    """It gets its minutes on a GPU rarely: whatever breaks it shows here, small."""
+    status = gpu.main(["--emulate", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    text = (tmp_path / "gpu.md").read_text()
+    assert status == 0, text
+    assert {row["part"] for row in rows} == set(gpu.PARTS)
+    assert all(f"## {part}: " in text for part in gpu.PARTS)

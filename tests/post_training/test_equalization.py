@@ -1,6 +1,8 @@
-"""Cross-layer equalization keeps the float model and evens ranges."""
+"""Cross-layer equalization keeps the float model and evens ranges; and the steps of a run of train.py."""
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,11 @@ from torch import Tensor, nn
 
 import qat
 from qat.post_training import CrossLayerEqualization
-from tests.post_training.test_reconstruction import Shares
+from qat.training.config.file import load_config
+from qat.training.errors import UserError
+from tests.post_training.test_reconstruction import shares
+from tests.references.prepared_case import Plain
+from tests.runs.finished_runs import SIZES, in_place, write_own
 
 TENSOR = {"granularity": "tensor", "bits": 8}
 
@@ -49,6 +55,13 @@ def in_float(model: nn.Module) -> Tensor:
     return out
 
 
+def errors(float_model: nn.Module, weight: dict[str, Any]) -> list[float]:
+    """The mean squared errors of the answers without the step and with it."""
+    expected = float_model(images()).detach()
+    models = [calibrated(float_model, steps, weight) for steps in ([], [CrossLayerEqualization()])]
+    return [float((model(images()).detach() - expected).square().mean()) for model in models]
+
+
 @pytest.mark.parametrize("norm", [True, False])
 def test_the_float_model_stays_and_ranges_meet(norm: bool) -> None:
     float_model = chain(norm=norm)
@@ -62,12 +75,7 @@ def test_the_float_model_stays_and_ranges_meet(norm: bool) -> None:
 
 
 def test_it_saves_a_model_with_one_scale_for_a_weight() -> None:
-    float_model = chain()
-    expected = float_model(images()).detach()
-    without, with_it = (
-        (calibrated(float_model, steps, TENSOR)(images()) - expected).square().mean().item()
-        for steps in ([], [CrossLayerEqualization()])
-    )
+    without, with_it = errors(chain(), TENSOR)
     assert with_it < 0.1 * without
 
 
@@ -81,16 +89,14 @@ def test_each_weight_in_front_of_a_batch_norm_has_channels_of_one_range() -> Non
             layers[place].weight *= torch.logspace(-1, 0, 8).view(-1, 1, 1, 1)  # type: ignore[operator]
         for _ in range(30):
             float_model(images())
-    expected = float_model.eval()(images()).detach()
     four_bits = {"bits": 4, "granularity": "tensor"}
-    plain, evened = (calibrated(float_model, steps, four_bits) for steps in ([], [CrossLayerEqualization()]))
-    torch.testing.assert_close(in_float(evened), expected, rtol=1e-4, atol=1e-4)
+    evened = calibrated(float_model.eval(), [CrossLayerEqualization()], four_bits)
+    torch.testing.assert_close(in_float(evened), float_model(images()).detach(), rtol=1e-4, atol=1e-4)
     for place in ("0", "3"):
         ranges = evened.get_submodule(place).weight.abs().amax((1, 2, 3))
         torch.testing.assert_close(ranges, ranges.max().expand(8))
-    with torch.no_grad():
-        errors = [float((model(images()) - expected).square().mean()) for model in (evened, plain)]
-    assert errors[0] < 0.5 * errors[1]
+    without, with_it = errors(float_model, four_bits)
+    assert with_it < 0.5 * without
 
 
 def test_an_activation_that_lets_no_factor_pass_keeps_a_pair_apart(caplog: pytest.LogCaptureFixture) -> None:
@@ -102,39 +108,25 @@ def test_an_activation_that_lets_no_factor_pass_keeps_a_pair_apart(caplog: pytes
 
 
 def test_layers_with_another_reader_between_them_are_no_pair() -> None:
-    class Sums(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.relu(self.first(x))
-            return y + self.second(y)
-
-    float_model = Sums().eval()
+    layers = {"first": nn.Conv2d(3, 3, 1), "second": nn.Conv2d(3, 3, 1)}
+    float_model = Plain(lambda self, x: (y := torch.relu(self.first(x))) + self.second(y), **layers).eval()
     model = calibrated(float_model, [CrossLayerEqualization()], TENSOR)
     assert torch.equal(model.first.weight, float_model.first.weight)
 
 
-def test_layers_that_are_called_twice_or_share_a_weight_are_no_pair() -> None:
-    float_model, x = Shares().eval(), torch.randn(32, 8)
-    model = qat.prepare(float_model, example_inputs=x)
-    qat.calibrate(model, x, steps=[CrossLayerEqualization()])
-    with torch.no_grad(), qat.disable_fake_quant(model):
-        torch.testing.assert_close(model.eval()(x), float_model(x))
+NETS = {
+    "called twice, and a weight that is shared": shares(),
+    # the channels of one are not those of the other
+    "linear, convolution": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Conv1d(8, 8, 1)),
+    "convolution, linear": nn.Sequential(nn.Conv1d(8, 8, 1), nn.ReLU(), nn.Linear(8, 8)),
+    "groups": nn.Sequential(nn.Conv1d(8, 8, 1), nn.ReLU(), nn.Conv1d(8, 16, 3, groups=8, padding=1)),
+    "transposed": nn.Sequential(nn.Conv1d(8, 8, 1), nn.ReLU(), nn.ConvTranspose1d(8, 8, 3, padding=1)),
+}
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        (nn.Linear(8, 8), nn.Conv1d(8, 8, 1)),  # the channels of one are not those of the other
-        (nn.Conv1d(8, 8, 1), nn.Linear(8, 8)),
-        (nn.Conv1d(8, 8, 1), nn.Conv1d(8, 16, 3, groups=8, padding=1)),
-        (nn.Conv1d(8, 8, 1), nn.ConvTranspose1d(8, 8, 3, padding=1)),
-    ],
-)
-def test_the_float_model_stays_whatever_follows_whatever(layers: tuple[nn.Module, nn.Module]) -> None:
-    float_model, x = nn.Sequential(layers[0], nn.ReLU(), layers[1]).eval(), torch.randn(4, 8, 8)
+@pytest.mark.parametrize("name", NETS)
+def test_the_float_model_stays_whatever_follows_whatever(name: str) -> None:
+    float_model, x = NETS[name].eval(), torch.randn(4, 8, 8)
     model = qat.prepare(float_model, None, x)
     qat.calibrate(model, x, steps=[CrossLayerEqualization()])
     with torch.no_grad(), qat.disable_fake_quant(model):
@@ -162,13 +154,8 @@ def test_a_channel_that_is_all_bias_does_not_take_the_grid_of_the_others() -> No
     float_model = chain()
     with torch.no_grad():
         float_model[1].weight[2], float_model[1].bias[2] = 1e-5, 3.0  # type: ignore[index, operator]
-    expected = float_model(images()).detach()
-    errors = []
-    for steps in ([], [CrossLayerEqualization()]):
-        model = calibrated(float_model, steps, {"bits": 8, "granularity": "tensor"})
-        with torch.no_grad():
-            errors.append(float((model(images()) - expected).square().mean()))
-    assert errors[1] < errors[0]
+    without, with_it = errors(float_model, TENSOR)
+    assert with_it < without
 
 
 def test_all_ranges_are_found_anew_behind_it() -> None:
@@ -182,3 +169,41 @@ def test_all_ranges_are_found_anew_behind_it() -> None:
 def test_rounds_below_1_are_a_sentence() -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         CrossLayerEqualization(rounds=0)
+
+
+FEW = ("quantization.weight.bits=2", "quantization.residual_bits=8", "qat.ema_decay=null", "qat.bn_reestimate=auto")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_own(tmp_path_factory.mktemp("steps"))
+
+
+def test_a_run_takes_its_steps_and_exports_what_they_made(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = {}
+    for name, steps in {
+        "plain": "",
+        "steps": "{name: cross_layer_equalization}, {name: brecq, iterations: 200}",
+    }.items():
+        given = (f"quantization.calibration_steps=[{steps}]", f"run_dir={name}")
+        assert in_place(place, "--config", "own.yaml", *SIZES, *FEW, *given) == 0
+        found[name] = json.loads((place / name / "summary.json").read_text())
+    assert found["steps"]["calibrated"]["top1"] > found["plain"]["calibrated"]["top1"]
+    assert found["steps"]["qat"]["top1"] == found["steps"]["calibrated"]["top1"]
+    said = [message for message in caplog.messages if message.startswith("calibrate: ")]
+    assert [each.split(":")[1].strip() for each in said] == ["CrossLayerEqualization", "BRECQ"]
+    weights = [torch.load(place / name / "best.pt", weights_only=True)["model"]["0.weight"] for name in found]
+    assert not torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("{name: adaround, rounds: 3}", "adaround: unknown argument 'rounds'; valid: iterations"),
+        ("{name: ada}", "calibration_steps"),
+        ("{name: qdrop, drop: 2}", "calibration_steps"),
+    ],
+)
+def test_what_a_step_does_not_take_is_a_sentence(place: Path, step: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(str(place / "own.yaml"), [f"quantization.calibration_steps=[{step}]"])

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +17,26 @@ from qat.layers import QuantLinear
 from qat.post_training import BRECQ, AdaRound, QDrop
 from qat.post_training.reconstruction import SoftRounding
 from qat.post_training.stretches import stretches
+from tests.references.prepared_case import Plain
 
 FEW = {"bits": 3}
 
 
-class Block(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-
-
-class Net(nn.Module):
-    """A chain, a residual block, a transposed convolution, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3)
-        self.block = Block(8)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.fc = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(self.block(torch.relu(self.stem(x))))
-        return self.fc(torch.relu(x).mean((2, 3)))
-
-
 def net() -> nn.Module:
+    """A chain, a residual block, a transposed convolution, and a head."""
     torch.manual_seed(0)
-    model = Net()
+    convolutions = {"conv1": nn.Conv2d(8, 8, 3, padding=1, bias=False), "conv2": nn.Conv2d(8, 8, 3, padding=1)}
+    block = Plain(
+        lambda self, x: torch.relu(x + self.conv2(torch.relu(self.bn1(self.conv1(x))))),
+        bn1=nn.BatchNorm2d(8),
+        **convolutions,
+    )
+    layers = {"stem": nn.Conv2d(3, 8, 3), "up": nn.ConvTranspose2d(8, 4, 2, stride=2), "fc": nn.Linear(4, 5)}
+    model: nn.Module = Plain(
+        lambda self, x: self.fc(torch.relu(self.up(self.block(torch.relu(self.stem(x))))).mean((2, 3))),
+        block=block,
+        **layers,
+    )
     for each in model.modules():
         if isinstance(each, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)):
             nn.init.kaiming_normal_(each.weight)
@@ -61,8 +49,8 @@ def images(count: int = 64) -> Tensor:
     return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def prepared(steps: list[Any], recipe: qat.QuantRecipe | None = None, float_model: nn.Module | None = None) -> Any:
-    model = qat.prepare(float_model or net(), recipe or qat.QuantRecipe(FEW, {"bits": 4}), images(2))
+def prepared(steps: list[Any]) -> Any:
+    model = qat.prepare(net(), qat.QuantRecipe(FEW, {"bits": 4}), images(2))
     qat.calibrate(model, images().split(32), steps=steps)
     return model.eval()
 
@@ -189,32 +177,18 @@ def test_steps_aim_at_the_float_model_and_not_at_what_steps_before_made() -> Non
 
 
 def test_an_answer_without_a_gradient_leaves_the_last_layer_to_the_nearest_level() -> None:
-    class Classes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x).argmax(1)
-
     x = torch.randn(64, 8)
-    model: Any = qat.prepare(Classes(), qat.QuantRecipe(FEW), x)
+    model: Any = qat.prepare(Plain(lambda self, x: self.fc(x).argmax(1), fc=nn.Linear(8, 3)), qat.QuantRecipe(FEW), x)
     before = model.fc.weight_quantizer.codes(model.fc.weight)
     qat.calibrate(model, x, steps=[BRECQ(iterations=20)])
     assert torch.equal(model.fc.weight_quantizer.codes(model.fc.weight), before)
 
 
 def test_what_keeps_rounding_to_nearest_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.fc = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(torch.relu(nn.functional.linear(x, self.weight)))
-
+    parts = {"weight": nn.Parameter(torch.randn(4, 4)), "fc": nn.Linear(4, 4)}
+    reads = Plain(lambda self, x: self.fc(torch.relu(nn.functional.linear(x, self.weight))), **parts)
     x, ternary = torch.randn(16, 4), {"weight": {"rule": "ternary", "bits": 2}}
-    model = qat.prepare(Reads(), qat.QuantRecipe(FEW, overrides={"fc": ternary}), x)
+    model = qat.prepare(reads, qat.QuantRecipe(FEW, overrides={"fc": ternary}), x)
     with caplog.at_level(logging.INFO, "qat"):
         qat.calibrate(model, x, steps=[AdaRound(iterations=2)])
     (said,) = [message for message in caplog.messages if "AdaRound" in message]
@@ -236,21 +210,26 @@ def test_an_error_leaves_weights_as_they_were() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_model_without_a_graph_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"^calibrate: steps work on the graphs of qat\.prepare, and this model has"):
-        qat.calibrate(nn.Sequential(QuantLinear(4, 2)), torch.randn(8, 4), steps=[AdaRound()])
+def without_a_graph() -> None:
+    qat.calibrate(nn.Sequential(QuantLinear(4, 2)), torch.randn(8, 4), steps=[AdaRound()])
 
 
-def test_a_class_is_no_step() -> None:
-    with pytest.raises(TypeError, match=r"^calibrate: steps are objects such as AdaRound\(\), got <class '.*BRECQ'>$"):
-        prepared([BRECQ])
+MISTAKES: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    (ValueError, r"calibrate: steps work on the graphs of qat\.prepare, and this model", without_a_graph),
+    (
+        TypeError,
+        r"calibrate: steps are objects such as AdaRound\(\), got <class '.*BRECQ'>$",
+        lambda: prepared([BRECQ]),
+    ),
+    (ValueError, "BRECQ: iterations and batch_size must be at least 1, got BRECQ", lambda: BRECQ(iterations=0)),
+    (ValueError, "QDrop: lr and rounding_weight must be above 0, scale_lr at least 0, drop", lambda: QDrop(drop=1.5)),
+]
 
 
-def test_arguments_out_of_range_are_sentences() -> None:
-    with pytest.raises(ValueError, match=r"^BRECQ: iterations and batch_size must be at least 1, got BRECQ"):
-        BRECQ(iterations=0)
-    with pytest.raises(ValueError, match=r"^QDrop: lr and rounding_weight must be above 0, scale_lr at least 0, drop"):
-        QDrop(drop=1.5)
+@pytest.mark.parametrize(("error", "said", "call"), MISTAKES)
+def test_mistakes_are_sentences(error: type[Exception], said: str, call: Callable[[], object]) -> None:
+    with pytest.raises(error, match=f"^{said}"):
+        call()
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -269,22 +248,18 @@ def test_training_goes_on_from_there() -> None:
     assert not torch.equal(model.stem.weight, before) and all(p.requires_grad for p in model.parameters())
 
 
-class Shares(nn.Module):
+def shares() -> nn.Module:
     """A layer that is called twice, and another one with its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.first(torch.relu(self.first(x))))
-        return y + self.second(y)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    layers = {"first": first, "second": second}
+    twice = Plain(lambda self, x: (y := torch.relu(self.first(torch.relu(self.first(x))))) + self.second(y), **layers)
+    return twice.eval()
 
 
 def test_a_weight_that_serves_twice_is_left_and_named(caplog: pytest.LogCaptureFixture) -> None:
     """Rounded for one call, it would be worse for the other."""
-    float_model, x = Shares().eval(), torch.randn(128, 8) @ torch.randn(8, 8)
+    float_model, x = shares(), torch.randn(128, 8) @ torch.randn(8, 8)
     model: Any = qat.prepare(float_model, qat.QuantRecipe(FEW), x)
     with caplog.at_level(logging.INFO, "qat"):
         qat.calibrate(model, [x], steps=[BRECQ(iterations=20), AdaRound(iterations=20)])

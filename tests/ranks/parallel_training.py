@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -83,10 +84,12 @@ def prepared(name: str, dtype: torch.dtype, rank: int = 0) -> nn.Module:
     torch.manual_seed(0)
     build, recipe = MODELS[name]
     net = build().to(dtype)
-    if any(isinstance(each, nn.BatchNorm2d) for each in net.modules()):
-        qat.reestimate_batch_norm(net, [batch(name, 99, dtype)[0]] if rank == 0 else [])
+    norms = sum(isinstance(each, nn.BatchNorm2d) for each in net.modules())
+    if norms:
+        count = dist.get_world_size() if dist.is_initialized() else 1
+        qat.reestimate_batch_norm(net, [batch(name, step, dtype)[0] for step in range(90 + rank, 98, count)])
     model = qat.prepare(net.eval(), recipe, batch(name, 99, dtype)[0][:2]).to(dtype)
-    qat.sync_batch_norm(model)
+    assert qat.sync_batch_norm(model) == norms
     return model
 
 

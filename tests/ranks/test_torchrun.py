@@ -1,11 +1,13 @@
-"""`torchrun train.py`: one run on many ranks, which ends as one, and goes on from its last checkpoint after any end."""
+"""`torchrun train.py`, which ends as one and goes on after any end; and the programs of docs/many_ranks.md."""
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,6 +17,7 @@ import torch
 import train as script
 from qat.training.run.checkpoint import load_checkpoint
 from tests.runs.finished_runs import TINY_MODEL
+from tests.runs.small_run import standing_in
 
 CONFIG = """
 model: {name: 'tinymodels:tiny'}
@@ -56,28 +59,33 @@ before(engine, "evaluate", "evaluation")
 before(stages, "export_and_prove", "export")
 """
 FILES = {"tinymodels.py": TINY_MODEL, "failing.py": FAILING, "tiny.yaml": CONFIG}
-TRAIN = str(Path(script.__file__).resolve())
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
+ROOT = Path(script.__file__).resolve().parent
 Process: TypeAlias = "subprocess.Popen[str]"
 
 
-def start(
-    folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, stdout: int = subprocess.PIPE, **environment: str
-) -> Process:
-    """Begin `train.py` in a process of its own, or under torchrun on so many ranks."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    command = [sys.executable, *(launcher if ranks else []), TRAIN, "tiny.yaml", *arguments]
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with standing_in(tmp_path, FILES):
+        yield tmp_path
+
+
+def torchrun(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+
+
+def launch(folder: Path, words: list[str], stdout: int = subprocess.PIPE, **environment: str) -> Process:
+    """Begin Python with these words in a process of its own."""
     more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     pipes: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=os.environ | more, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, *words], cwd=folder, env=os.environ | more, start_new_session=True, **pipes
+    )
+
+
+def start(folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, **options: Any) -> Process:
+    """Begin `train.py`, under torchrun on so many ranks if there are any."""
+    launcher = [*torchrun(ranks), f"--max-restarts={restarts}"] if ranks else []
+    return launch(folder, [*launcher, str(ROOT / "train.py"), "tiny.yaml", *arguments], **options)
 
 
 def end(process: Process, limit: float = 200) -> tuple[int, str]:
@@ -189,3 +197,36 @@ def test_a_killed_process_goes_on_from_its_last_checkpoint(folder: Path) -> None
                 kills += 1
         assert process.returncode == 0
         assert_same_weights(folder / f"run{runs}", folder / "whole")
+
+
+PAGE = (ROOT / "docs" / "many_ranks.md").read_text()
+PROGRAMS = {name: code for code, name in re.findall(r"^```python\n(# (my_\w+\.py)\n.*?)^```$", PAGE, re.M | re.DOTALL)}
+
+
+def printed(name: str, count: int, folder: Path) -> str:
+    """What a program of docs/many_ranks.md prints on so many ranks."""
+    (folder / name).write_text(PROGRAMS[name])
+    status, said = end(launch(folder, [*torchrun(count), "--standalone", name], PYTHONPATH=str(ROOT)))
+    assert status == 0, said
+    return said
+
+
+def test_the_page_has_both_programs() -> None:
+    assert list(PROGRAMS) == ["my_ddp.py", "my_fsdp.py"]
+    commands = re.findall(r"^torchrun --nproc-per-node \d (\w+\.py)", PAGE, re.MULTILINE)
+    assert set(commands) == {*PROGRAMS, "train.py"}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_program_of_the_page_trains_and_exports(kind: str, tmp_path: Path) -> None:
+    assert "agreement=1.0" in printed(f"my_{kind}.py", 2, tmp_path)
+    assert (tmp_path / f"{kind}.onnx").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_fsdp_program_resumes_on_other_ranks(tmp_path: Path, count: int) -> None:
+    assert "agreement=1.0" in printed("my_fsdp.py", 2, tmp_path)
+    (tmp_path / "fsdp.onnx").unlink()
+    assert "agreement=1.0" in printed("my_fsdp.py", count, tmp_path)
+    assert (tmp_path / "fsdp.onnx").exists()

@@ -1,8 +1,6 @@
 """A target that a user's module registers (the one in docs/targets.md), named in recipes and in configs."""
 
-import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,47 +10,30 @@ import pytest
 import qat
 from qat.spec import QuantSpec
 from qat.targets import profile_of, register_target, shipped
-from qat.training import script as train
+from tests.runs import small_run
+from tests.runs.small_run import refusal, standing_in, start, summary
 from tests.targets.test_targets import SHIPPED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "targets.md"
-MODEL = """
-from torch import nn
-
-def tiny(num_classes):
-    head = nn.Linear(4, num_classes)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
-"""
-CONFIG = """
-model: {name: 'tinymodels:tiny'}
-data: {name: digits, image_size: 8, batch_size: 32, limit_train: 64, limit_val: 50}
-qat: {epochs: 1}
-run_dir: run
-watch: "off"
-"""
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """A user's folder with the module and the config of the page."""
     _, module = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     _, section = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "my_targets.py").write_text(module)
-    (tmp_path / "tinymodels.py").write_text(MODEL)
-    (tmp_path / "tiny.yaml").write_text(CONFIG + section)
-    monkeypatch.chdir(tmp_path)
+    config = small_run.CONFIG.replace("quantization: {calibration_batches: 2}\n", section)
     before = dict(shipped._profiles)
-    yield tmp_path
+    with standing_in(tmp_path, {**small_run.FILES, "my_targets.py": module, "tiny.yaml": config}):
+        yield tmp_path
     shipped._profiles.clear()
     shipped._profiles.update(before)
-    for name in ("my_targets", "tinymodels"):
-        sys.modules.pop(name, None)
 
 
 def test_a_config_names_a_target_that_its_imports_register(folder: Path) -> None:
-    assert train.main(["--config", "tiny.yaml"]) == 0
+    assert start("run_dir=run", "float.epochs=0", "qat.epochs=1") == 0
     assert "int4 symmetric per tensor" in (folder / "run" / "layers.txt").read_text()
-    assert json.loads((folder / "run" / "summary.json").read_text())["onnx"]["agreement"] == 1.0
+    assert summary(folder / "run")["onnx"]["agreement"] == 1.0
     assert "target: my_chip" in (folder / "run" / "config.yaml").read_text()
     assert qat.QuantRecipe(target="my_chip").activation.bits == 4
 
@@ -61,20 +42,14 @@ def test_a_config_names_a_target_that_its_imports_register(folder: Path) -> None
     ("override", "fact"),
     [
         ("imports=[]", f"quantization.target: unknown target 'my_chip'; registered: {', '.join(SHIPPED)}"),
-        (
-            "quantization.activation.bits=8",
-            "my_chip: its multipliers take 4-bit activations",
-        ),
+        ("quantization.activation.bits=8", "my_chip: its multipliers take 4-bit activations"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_the_data_are_read(
     folder: Path, capsys: pytest.CaptureFixture[str], override: str, fact: str
 ) -> None:
     no_data = "data={name: npz, root: missing.npz}"
-    assert train.main(["--config", "tiny.yaml", override, no_data]) == 2
-    (sentence,) = capsys.readouterr().err.strip().splitlines()
-    assert fact in sentence
-    assert not (folder / "run").exists()
+    assert fact in refusal(capsys, override, no_data)
 
 
 def test_a_profile_may_leave_its_reasons_out() -> None:

@@ -91,10 +91,21 @@ def test_a_torchvision_builder_gets_classes_and_kwargs() -> None:
     ({"num_classes": 9}, "model.num_classes: 9 is fewer than the data set's 10 classes"),
     ({"weights": "DEFAULT", "checkpoint": "x.pt"}, "model.weights: 'DEFAULT' | model.checkpoint: 'x.pt'"),
     ({"name": "vgg16", "weights": "IMAGENET1K_FEATURES"}, "it has DEFAULT, IMAGENET1K_V1"),
+    # models of one's own
+    ({"name": "own_net:net"},
+     "no module 'own_net', neither in the current folder '{folder}' nor on PYTHONPATH nor installed"),
+    ({"name": "own_nets:nett"}, "'own_nets' has no 'nett'; did you mean 'net'?"),
+    ({"name": "own_nets:WIDTH"}, "is int; it must be callable"),
+    ({"name": "own_nets:broken"}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
+    ({"name": "own_nets:net", "kwargs": {"depth": 1}},
+     "failed (TypeError: net() got an unexpected keyword argument 'depth'"),
+    ({"name": "own_nets:fixed", "num_classes": 10}, "model.num_classes: 10 has no effect"),
+    ({"name": "own_nets:net", "weights": "DEFAULT"}, "model.weights: 'DEFAULT' has no effect with 'own_nets:net'"),
 ])  # fmt: skip
-def test_names_and_arguments_that_do_not_fit(fields: dict[str, Any], facts: str) -> None:
+def test_names_and_arguments_that_do_not_fit(folder: Path, fields: dict[str, Any], facts: str) -> None:
     said = refusal(**fields)
-    assert all(fact in said for fact in facts.split(" | ")) and len(said.splitlines()) == 1
+    assert all(fact.replace("{folder}", str(folder)) in said for fact in facts.split(" | "))
+    assert said.startswith("model.") and len(said.splitlines()) == 1
 
 
 def test_pretrained_weights_keep_all_but_a_classifier_of_other_size(hub: Path, caplog: Logged) -> None:
@@ -159,33 +170,13 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
     assert sys.path == before
 
 
-OWN_MISTAKES = [
-    (
-        "own_net:net",
-        {},
-        "no module 'own_net', neither in the current folder '{folder}' nor on PYTHONPATH nor installed",
-    ),
-    ("own_nets:nett", {}, "'own_nets' has no 'nett'; did you mean 'net'?"),
-    ("own_nets:WIDTH", {}, "is int; it must be callable"),
-    ("own_nets:broken", {}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
-    ("own_nets:net", {"kwargs": {"depth": 1}}, "failed (TypeError: net() got an unexpected keyword argument 'depth'"),
-    ("own_nets:fixed", {"num_classes": 10}, "model.num_classes: 10 has no effect"),
-    ("own_nets:net", {"weights": "DEFAULT"}, "model.weights: 'DEFAULT' has no effect with 'own_nets:net'"),
-]
-
-
-@pytest.mark.parametrize(("name", "fields", "fact"), OWN_MISTAKES)
-def test_own_models_that_do_not_work(module: Path, name: str, fields: dict[str, Any], fact: str) -> None:
-    said = refusal(name=name, **fields)
-    assert fact.format(folder=module.parent) in said and said.startswith("model.") and len(said.splitlines()) == 1
-
-
 @pytest.mark.parametrize("nest", ["state_dict", "model", None])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "model.", "model._orig_mod."])  # point 62
 def test_a_checkpoint_may_be_nested_and_prefixed(module: Path, nest: str | None, prefix: str) -> None:
     state = own().state_dict()
     named = OrderedDict((prefix + key, value) for key, value in state.items())
-    torch.save({nest: named, "epoch": 3} if nest else named, "x.pt")
+    beside = {"epoch": 3, "callbacks": {}, "hyper_parameters": {"lr": 0.1}}  # as Lightning's, where self.model has it
+    torch.save({nest: named, **beside} if nest else named, "x.pt")
     assert equal(own(checkpoint="x.pt").state_dict(), state)
 
 
@@ -227,6 +218,8 @@ def test_a_checkpoint_of_another_model_is_refused(module: Path) -> None:
     said = refused("x.pt")
     assert said.startswith("model.checkpoint: 'x.pt' is not of own_nets:net: ") and len(said.splitlines()) == 1
     assert all(fact in said for fact in ('"2.bias"', '"extra"', "[4, 3, 5, 5]", "[4, 3, 3, 3]"))
+    torch.save({f"net.{key}": value for key, value in own().state_dict().items()}, "x.pt")
+    assert refused("x.pt").startswith("model.checkpoint: 'x.pt' is not of own_nets:net: ")
 
 
 @pytest.mark.parametrize(("changes", "problem"), [

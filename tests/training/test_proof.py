@@ -14,11 +14,12 @@ from qat.training.config.schema import RunConfig
 from qat.training.run import proof as proof_module
 from qat.training.run.proof import Proof, onnx_results, session_results
 from qat.training.run.report import report_lines, write_summary
+from tests.runs import small_run
+from tests.runs.small_run import start, summary
 from tests.runs.tiny_training import user_error
-from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 
 DEFAULT_ROW = "ONNX Runtime, default session"
-FILES = {"tinymodels.py": TINY_MODEL, "tiny.yaml": CONFIG}
+FILES = small_run.FILES
 Finish: TypeAlias = Callable[..., tuple[dict[str, Any], str, str]]
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import qat
-from tests.training.test_train import start, summary
+from tests.runs.small_run import start, summary
 
 MODELS = """
 import torch

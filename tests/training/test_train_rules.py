@@ -1,4 +1,4 @@
-"""train.py with other rules than the default: from a user's module, annealed, per group, learned bit-widths."""
+"""train.py with rules and data sets of a user's module; annealed rules, scales per group, learned bit-widths."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from qat.quantizer import registry
+from tests.runs import small_run
+from tests.runs.small_run import refusal, start, summary
 from tests.runs.tiny_training import Captured, Patch, curves
-from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 
 OWN_RULES = """
 import qat
@@ -49,7 +50,32 @@ class HalfUp(qat.Quantizer):
         scale, zero_point = self.grid()
         return torch.clamp(floor_ste(x / scale + 0.5) + zero_point, *self.bounds())
 """
-FILES = {"tinymodels.py": TINY_MODEL, "own_rules.py": OWN_RULES, "tiny.yaml": CONFIG}
+OWN_DATA = """
+import torch
+from torch import nn
+
+from qat.training.data.images import Dataset, ImageArray
+
+def split(count):
+    labels = torch.arange(count) % 2
+    noise = torch.randint(0, 40, (count, 1, 8, 8), generator=torch.Generator().manual_seed(count))
+    return ImageArray((noise + 200 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
+
+def bright_or_dark(config):
+    assert config.root == "somewhere"
+    return Dataset(split(64), split(32), ["dark", "bright"])
+
+def tiny(num_classes):
+    head = nn.Linear(4, num_classes)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+
+def pair(config):
+    return split(64), split(32)
+
+def missing(config):
+    return open(config.root)
+"""
+FILES = {**small_run.FILES, "own_rules.py": OWN_RULES, "my_data.py": OWN_DATA}
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +132,19 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
     assert (folder / "run" / "last.pt").read_bytes() != weights
 
 
+def data_set(name: str) -> str:
+    return f"data={{name: 'my_data:{name}', root: somewhere, image_size: 8, batch_size: 16}}"
+
+
+def test_a_run_trains_and_exports_on_a_data_set_of_ones_own(folder: Path) -> None:
+    assert run(data_set("bright_or_dark"), "model.name='my_data:tiny'", "float.lr=0.1", "qat.epochs=1") == 0
+    found = summary(folder / "run")
+    assert found["qat"]["top1"] == found["onnx"]["top1"] == 100.0
+
+
 @pytest.mark.parametrize(("arguments", "facts"), [
+    ([data_set("pair")], ("data.name", "returned tuple; it must return a qat.training.data.images.Dataset")),
+    ([data_set("missing")], ("data.name", "failed (FileNotFoundError: ", "'somewhere', {folder}/my_data.py:")),
     (["imports=[no_such_rules]"], ("imports[0]: no module 'no_such_rules'", "'{folder}'")),
     (["imports=[own_rules]", "quantization.weight.rule=falls_over"],
      ("0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:14)",)),
@@ -122,10 +160,8 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
     (["imports=[own_rules]", "quantization.activation.rule=half_up"],
      ("'input_quantizer': the rule 'half_up' has other integers than", "export.onnx=false")),
 ])  # fmt: skip
-def test_mistakes_with_rules_are_one_sentence_before_any_training(
+def test_mistakes_are_one_sentence_before_any_training(
     folder: Path, capsys: Captured, arguments: list[str], facts: tuple[str, ...]
 ) -> None:
-    assert run(*arguments) == 2
-    said = capsys.readouterr().err
-    assert all(fact.format(folder=folder) in said for fact in facts) and len(said.splitlines()) == 1
-    assert not (folder / "run").exists()
+    said = refusal(capsys, "run_dir=run", "watch=scales", *arguments)
+    assert all(fact.format(folder=folder) in said for fact in facts)
