@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from qat.codes.operators.geometry import Geometry
-from tests.references.cases_kernels import (
-    GRIDS,
-    Quantized,
-    dense,
-    draw,
-    draw_codes,
-    near,
-    ops,
-    steps_of,
-    weight_of,
-)
+from tests.references.cases_kernels import GRIDS, Quantized, dense, draw, draw_codes, near, ops, steps_of, weight_of
 
 __all__ = ["ops"]  # a fixture
 
