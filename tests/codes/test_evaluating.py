@@ -181,9 +181,7 @@ def test_a_model_that_evaluates_plainly_says_why_once(caplog: pytest.LogCaptureF
     ]
 
 
-def test_where_qat_looks_inside_it_says_nothing_and_looks_at_the_first_batch_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_qat_looks_inside_it_says_nothing_and_looks_at_the_first_batch_alone(caplog):
     model, x = prepared()
     state = model._engine_state
     with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
@@ -276,9 +274,7 @@ ADD = modules.arithmetic.add
     [(lambda *given: ADD(*given).clamp(min=1), "computed something else"), (failing, "fails (no memory)")],
     ids=["other codes", "an error"],
 )
-def test_a_program_that_computes_something_else_does_not_run(
-    add: Callable[..., Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_program_that_computes_something_else_does_not_run(add, said, monkeypatch, caplog):
     model, x = prepared()
     monkeypatch.setattr(modules.arithmetic, "add", add)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "qat"):
@@ -290,9 +286,7 @@ def test_a_program_that_computes_something_else_does_not_run(
     assert caplog.messages == [f"evaluation runs operation by operation: its integer program {said}"]
 
 
-def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(monkeypatch, caplog):
     """The self-check's single sample may be multiplied in float: each product proves its own kernel."""
     sums = products.onednn.PackedWeight.sums
     monkeypatch.setattr(products.onednn.PackedWeight, "sums", lambda packed, codes: sums(packed, codes) + 1)

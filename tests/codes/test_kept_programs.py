@@ -31,9 +31,7 @@ def counted_programs(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return made
 
 
-def test_a_model_that_changes_at_every_forward_is_not_translated_each_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_changes_at_every_forward_is_not_translated_each_time(monkeypatch, caplog):
     """Point 13: a counter on a layer cost a translation a batch, silently; standing still brings the program back."""
     model, x = prepared()
     made = counted_programs(monkeypatch)

@@ -71,9 +71,7 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "what"), [("codes_product", "result"), ("codes_product_backward", "gradient")])
-def test_a_wrong_product_is_found_and_its_layers_are_called(
-    x: Tensor, kernel: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_product_is_found_and_its_layers_are_called(x, kernel, what, monkeypatch, caplog):
     original = getattr(product, kernel)
 
     def changed(*args: Any) -> Any:
@@ -107,9 +105,7 @@ def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
     assert_trains_plainly(model, x)
 
 
-def test_a_wrongly_wired_graph_never_runs(
-    x: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrongly_wired_graph_never_runs(x, monkeypatch, caplog):
     original = rewriting.fused_graph
 
     def crossed(model: Any, distrusted: Any = ()) -> Any:
@@ -139,9 +135,7 @@ def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, m
     model(x).sum().backward()
 
 
-def test_every_change_is_checked_anew_and_known_states_are_not(
-    x: Tensor, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_change_is_checked_anew_and_known_states_are_not(x, model, monkeypatch):
     model(x)
     assert distrusted(model) == [()] and not pickle.loads(pickle.dumps(model))._verdicts  # it may be another machine
     model.a.eval()
@@ -284,9 +278,7 @@ def test_what_cannot_be_run_apart_is_said_once(x: Tensor, model: Any, caplog: py
     assert line.startswith("trains operation by operation: no step of it can be run apart, RuntimeError: no copies")
 
 
-def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(
-    x: Tensor, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(x, model, monkeypatch):
     asked = []
     monkeypatch.setattr("qat.codes.graph.judge", lambda *_: asked.append(1))
     model.norm_b.eval()

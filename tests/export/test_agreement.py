@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -139,9 +138,7 @@ def half_the_output(proto: onnx.ModelProto) -> None:
     proto.graph.node.append(onnx.helper.make_node("Mul", ["whole", "half"], [name]))
 
 
-def exported(
-    kind: str, path: Path, bits: int = 8, target: str = "onnxruntime"
-) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def exported(kind, path, bits=8, target="onnxruntime") -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     batches = [(torch.randn(16, 3, 8, 8), torch.zeros(16)) for _ in range(2)]
     recipe = qat.QuantRecipe({"bits": bits}, {"bits": bits}, target=target)
@@ -242,9 +239,7 @@ def on_ties() -> tuple[nn.Module, torch.Tensor]:
     return model, -scale * torch.arange(20).reshape(10, 2) - scale / 2 * (torch.arange(10) % 2)[:, None]
 
 
-def explained(
-    model: nn.Module, changed: Callable[[nn.Module], None], x: torch.Tensor, path: Path, **options: int
-) -> Differences:
+def explained(model, changed, x, path, **options) -> Differences:
     """What is found of a file that was made of a changed copy."""
     other = copy.deepcopy(model)
     with torch.no_grad():

@@ -95,13 +95,7 @@ def same_integers(array: np.ndarray[Any, Any], codes: np.ndarray[Any, Any]) -> b
     return np.array_equal(np.sort(array, axis=None), np.sort(codes, axis=None))
 
 
-def assert_exports(
-    path: Path,
-    net: nn.Module,
-    inputs: Inputs,
-    recipe: qat.QuantRecipe | None = None,
-    floats: frozenset[tuple[int, ...]] = frozenset(),
-) -> nn.Module:
+def assert_exports(path, net, inputs, recipe=None, floats=frozenset()) -> nn.Module:
     """Export; the answers are equal for three batch sizes, and so are the integers of every quantizer."""
     model = exported(path, net, inputs, recipe)
     assert_file_is_in_integers(path, model, floats)

@@ -255,9 +255,7 @@ def small_model() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10)).eval()
 
 
-def packed_or_not(
-    path: Path, weight: dict[str, Any], activation: dict[str, Any], **options: Any
-) -> tuple[Any, torch.Tensor]:
+def packed_or_not(path, weight, activation, **options) -> tuple[Any, torch.Tensor]:
     images = torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(0))
     model = quantized(small_model(), images, qat.QuantRecipe(weight, activation))
     qat.export_onnx(model, path, images, **options)

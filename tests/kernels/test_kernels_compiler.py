@@ -54,9 +54,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(fresh: Path, above: int, 
     assert not used.parent.exists()  # it was for that run only
 
 
-def test_without_a_compiler_the_formula_runs_and_the_log_says_so(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_the_formula_runs_and_the_log_says_so(fresh, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.WARNING, "qat.kernels"):
@@ -65,9 +63,7 @@ def test_without_a_compiler_the_formula_runs_and_the_log_says_so(
     assert len(caplog.messages) == 1 and "no C compiler found" in caplog.text
 
 
-def test_a_compiler_that_fails_is_named(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compiler_that_fails_is_named(fresh, monkeypatch, caplog):
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING, "qat.kernels"):
         assert compiler.library() is None
@@ -99,9 +95,7 @@ def test_only_a_whole_library_is_found(damage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("uid", "taken"), [(os.getuid(), True), (0, True), (12345, False)])
-def test_of_another_user_neither_folder_nor_library_is_used(
-    uid: int, taken: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_another_user_neither_folder_nor_library_is_used(uid, taken, fresh, monkeypatch):
     assert compiler.cache_folder() == fresh
     (fresh / "new").write_bytes(b"x")
     path, real = compiler.store(fresh / "new", fresh, "cpu-1"), Path.stat
@@ -114,9 +108,7 @@ def test_of_another_user_neither_folder_nor_library_is_used(
     assert (compiler.cache_folder() == fresh) is taken and (compiler.stored(fresh, "cpu-1") == path) is taken
 
 
-def test_without_a_home_the_library_is_this_processs(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_home_the_library_is_this_processs(fresh, monkeypatch, caplog):
     monkeypatch.setenv("HOME", "/proc")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/cache")
     with caplog.at_level(logging.INFO, "qat.kernels"):
