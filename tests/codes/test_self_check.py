@@ -1,6 +1,7 @@
 """The engine's proof of itself: what is wrong is found, named and not run; what is right is left as it was."""
 
 import copy
+import functools
 import logging
 import pickle
 import random
@@ -26,6 +27,7 @@ from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import images, prepared, results
 from tests.references.nets import Block, Deep, between, residual
+from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -94,7 +96,6 @@ def test_a_wrong_product_is_found_and_its_layers_are_called(x, kernel, what, mon
 
 
 def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def changed(y: Any, quantizer: Any, norm: Any = None, floor: float = 0, *rest: Any) -> Any:
         return norms.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
 
@@ -124,7 +125,6 @@ def test_a_wrongly_wired_graph_never_runs(x, monkeypatch, caplog):
 
 
 def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
@@ -183,9 +183,10 @@ def three_for_zero(*args: Any) -> Any:
     return torch.where(codes == 0, 3, codes).to(torch.uint8), qparams
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"), [("norm_quantize_backward", through_clip), ("norm_quantize", three_for_zero)]
-)
+CHANGED = [("norm_quantize_backward", through_clip), ("norm_quantize", three_for_zero)]
+
+
+@pytest.mark.parametrize(("name", "changed"), CHANGED)
 def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, name, changed)
     model: Any = prepared(Deep(), images())
@@ -193,16 +194,12 @@ def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monke
 
 
 def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Biased(Deep):
-        def forward(self, x: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x) + b
-
     seen = []
     original = product.codes_product
     monkeypatch.setattr(product, "codes_product", lambda *args: seen.append(args[-1]) or original(*args))
-    x, b = images(), torch.randn(5, 4, 1, 1)[:1]
-    model = qat.prepare(Biased(), example_inputs=(x, b))
-    qat.calibrate(model, [{"x": x, "b": b}])
+    inputs = {"x": images(), "b": torch.randn(5, 4, 1, 1)[:1]}
+    model = qat.prepare(Plain(lambda self, x, b: self.deep(x) + b, deep=Deep()), example_inputs=inputs)
+    qat.calibrate(model, [inputs])
     assert seen and min(seen) >= 1
 
 
@@ -243,9 +240,10 @@ def test_nothing_of_the_users_moves_and_no_hook_is_called(x: Tensor, model: Any)
     assert drawn_after(lambda: model(x)) == after
 
 
-@pytest.mark.parametrize(
-    "computed", [lambda b: prune.random_unstructured(b, "weight", 0.5), nn.utils.weight_norm, spectral_norm]
-)
+PRUNED = functools.partial(prune.random_unstructured, name="weight", amount=0.5)
+
+
+@pytest.mark.parametrize("computed", [PRUNED, nn.utils.weight_norm, spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_weights_that_hooks_compute_are_no_alarm(x: Tensor, model: Any, computed: Callable[[Any], object]) -> None:
     model(x).sum().backward()
