@@ -41,7 +41,7 @@ IN_INTEGERS = "on codes, in integers"
 
 def whole(model: nn.Module, inputs: Any = None) -> str:
     """The first line."""
-    return qat.explain(model, inputs).splitlines()[0]
+    return qat.explain(model, inputs).partition("\n")[0]
 
 
 def row(model: nn.Module, name: str, inputs: Any = None) -> tuple[str, str]:
@@ -165,6 +165,12 @@ class Coarser(LSQQuantizer):
         return super().quantize(x * 0.5) * 2
 
 
+class Own(Coarser):
+    """Declares an estimator itself."""
+
+    estimator = "mine"
+
+
 class _Halving:
     def bounds(self) -> tuple[int, int]:
         return 0, 127
@@ -174,17 +180,11 @@ class Mixed(_Halving, LSQQuantizer):  # type: ignore[misc]
     """Takes from a mixin what computes something else."""
 
 
-def test_a_subclass_that_adds_a_method_keeps_the_fast_path(model: Any) -> None:
+def test_a_subclass_that_adds_a_method_keeps_the_fast_path_and_may_declare_an_estimator(model: Any) -> None:
     for module in model.modules():
         if type(module) is LSQQuantizer:
             module.__class__ = Named
     assert row(model, "conv1")[0].startswith("on codes")
-
-
-def test_a_subclass_may_declare_an_estimator_itself() -> None:
-    class Own(Coarser):
-        estimator = "mine"
-
     assert [estimator_of(kind(QuantSpec())) for kind in (Own, Coarser, Mixed, Named)] == ["mine", None, None, "lsq"]
     assert estimator_of(nn.ReLU()) is None
 
@@ -241,12 +241,8 @@ def test_methods_that_somebody_replaced(model: Any, monkeypatch: pytest.MonkeyPa
 
 def test_the_same_reasons_of_parts_alone() -> None:
     channels = create_quantizer(QuantSpec(granularity="channel"), "weight", (4, 1))
-    for reason, fact in (
-        (module_refusal(nn.Tanh()), "Tanh"),
-        (weight_refusal(torch.empty(0, 3)), "empty"),
-        (codes_refusal(channels), "per channel"),
-    ):
-        assert reason is not None and fact in reason
+    assert "Tanh" in str(module_refusal(nn.Tanh())) and "empty" in str(weight_refusal(torch.empty(0, 3)))
+    assert "per channel" in str(codes_refusal(channels))
 
 
 def test_products_of_activations() -> None:
@@ -268,16 +264,15 @@ def test_products_of_activations() -> None:
 
 def test_what_a_quantizer_is_computed_with() -> None:
     """The BatchNorm, the sum and the activation before it: a slope that is not fused is missing here."""
-    x = torch.randn(4, 3, 8, 8)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.act(self.norm(self.first(x)))
         y = F.relu(self.second(y) + y)
         return self.last(self.leaky(self.third(y)))
 
-    convs = {name: nn.Conv2d(4 if name != "first" else 3, 4, 1) for name in ("first", "second", "third", "last")}
+    convs = {name: nn.Conv2d(4, 4, 1) for name in ("second", "third", "last")} | {"first": nn.Conv2d(3, 4, 1)}
     others = {"norm": nn.BatchNorm2d(4), "act": nn.Hardswish(), "leaky": nn.LeakyReLU(0.1)}
-    model = prepared(Plain(forward, **convs, **others), x)
+    model = prepared(Plain(forward, **convs, **others), torch.randn(4, 3, 8, 8))
     for name, fused in (("first", "norm"), ("act", "act"), ("add", "add, relu")):
         assert row(model, f"{name}_quantizer") == ("on codes", f"in one pass with {fused}")
     assert "leaky" not in row(model, "leaky_quantizer")[1]
