@@ -25,24 +25,31 @@ def test_the_integers_know_no_file_format(path: Path) -> None:
     assert not [name for name in names if "onnx" in (name or "")]
 
 
-def everything(self: Any, x: Tensor) -> Tensor:
+class Everything(nn.Module):
     """One layer for each way of freezing, one layer that is called twice, and a parameter as an operand."""
-    x = self.words(x)
-    x = self.lstm(x + self.attention(x, x, x, need_weights=False)[0])[0]
-    x = torch.relu(self.up(x))
-    y = self.twice(torch.relu(self.twice(x)))
-    return self.mix(x, y) @ self.table  # type: ignore[no-any-return]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lstm = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
+        self.up = nn.Sequential(nn.ConvTranspose1d(5, 6, 2, groups=1), nn.BatchNorm1d(6))
+        self.twice = nn.Linear(9, 9)
+        self.mix = nn.Bilinear(9, 9, 7)
+        self.table = nn.Parameter(draw(7, 8))
 
-LAYERS = {"words": nn.Embedding(9, 8), "twice": nn.Linear(9, 9), "mix": nn.Bilinear(9, 9, 7)}
-OTHERS = {"attention": nn.MultiheadAttention(8, 2, batch_first=True), "table": nn.Parameter(draw(7, 8))}
-LSTM, UP = nn.LSTM(8, 4, bidirectional=True, batch_first=True), nn.ConvTranspose1d(5, 6, 2)
-NET = Plain(everything, **LAYERS, **OTHERS, lstm=LSTM, up=nn.Sequential(UP, nn.BatchNorm1d(6)))
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        x = self.lstm(x + self.attention(x, x, x, need_weights=False)[0])[0]
+        x = torch.relu(self.up(x))
+        y = self.twice(torch.relu(self.twice(x)))
+        return self.mix(x, y) @ self.table
 
 
 def test_torch_computes_the_model_from_its_integers() -> None:
+    torch.manual_seed(0)
     x = torch.arange(20).reshape(4, 5) % 9
-    model = quantized(NET, {"x": x})
+    model = quantized(Everything(), {"x": x})
     frozen = freeze(evaluation_copy(model), Operations())
     assert {FrozenLayer, FrozenParameter, FrozenTable} <= {type(module) for module in frozen.modules()}
     with torch.no_grad():

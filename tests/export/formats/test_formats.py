@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-import torch.nn.functional as F
 from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
@@ -32,26 +31,29 @@ GRIDS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 ]
 
 
-def mixed(self: Any, x: Tensor) -> Tensor:
+class Mixed(nn.Module):
     """Convolutions with and without a clip, a residual sum, both poolings, linear layers of 2 and 3 axes, attention."""
-    x = F.max_pool2d(F.relu6(self.stem(x)), 2)
-    x = F.relu6(self.down(self.bn(self.conv(x)) + x))
-    y = self.first(x.flatten(2).transpose(1, 2))
-    y = (y @ self.keys(y).transpose(1, 2)).softmax(-1) @ y
-    return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1) + y.mean(1))  # type: ignore[no-any-return]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.relu6, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU6(), nn.MaxPool2d(2)
+        self.conv, self.bn = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), nn.BatchNorm2d(8)
+        self.down, self.average = nn.Conv2d(8, 16, 1), nn.AdaptiveAvgPool2d(1)
+        self.first, self.keys, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        nn.init.normal_(self.bn.weight)
 
-CONVS = {"stem": nn.Conv2d(3, 8, 3, padding=1), "down": nn.Conv2d(8, 16, 1)}
-ROWS = {"first": nn.Linear(16, 16), "keys": nn.Linear(16, 16), "head": nn.Linear(16, 5)}
-GROUPED = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
-MIXED = Plain(mixed, **CONVS, **ROWS, conv=GROUPED, bn=nn.BatchNorm2d(8))
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.relu6(self.stem(x)))
+        x = self.relu6(self.down(self.bn(self.conv(x)) + x))
+        y = self.first(x.flatten(2).transpose(1, 2))
+        y = (y @ self.keys(y).transpose(1, 2)).softmax(-1) @ y
+        return self.head(self.average(x).flatten(1) + y.mean(1))
 
 
 def prepared(weight: dict[str, Any], activation: dict[str, Any]) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 8, 8)
-    nn.init.normal_(MIXED.bn.weight)
-    return quantized(MIXED, x, qat.QuantRecipe(weight, activation)), x
+    return quantized(Mixed(), x, qat.QuantRecipe(weight, activation)), x
 
 
 def integers_of(path: Path, names: list[str], x: Tensor) -> list[Tensor]:
@@ -165,7 +167,8 @@ def test_every_width_exports_and_verifies(activation, weights, tmp_path):
         nn.init.normal_(block.bn.weight)
     net = Plain(lambda self, x: tuple(block(x) for block in self.blocks), blocks=blocks)
     model = quantized(net, images, qat.QuantRecipe(activation=activation, overrides=overrides))
-    qat.export_onnx(model, path := tmp_path / "x.onnx", images)
+    path = tmp_path / "x.onnx"
+    qat.export_onnx(model, path, images)
     assert verify_onnx(path, model, [images]).agreement == 1
     layers = compare_layers(path, model, images)
     each = 4 if activation["bits"] == 8 else 5  # what a sum reads stays at 8 bits, and has a second quantizer
