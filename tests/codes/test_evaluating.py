@@ -28,13 +28,11 @@ pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plain
 
 
 def residual(groups: int = 1) -> nn.Module:
-    """A convolution with BatchNorm, and its input added."""
     layers = {"conv": nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=False), "norm": nn.BatchNorm2d(8)}
     return Plain(lambda self, x: self.act(self.norm(self.conv(x)) + x), **layers, act=nn.ReLU(inplace=True))
 
 
 def branches(self: Any, x: Tensor) -> Tensor:
-    """Halves of the channels, joined and shuffled."""
     a, b = x.chunk(2, dim=1)
     y = torch.cat([a, torch.sigmoid(self.conv(b))], dim=1)
     return y.view(x.size(0), 2, 4, 4, 4).transpose(1, 2).contiguous().view(x.size(0), 8, 4, 4)
@@ -128,8 +126,6 @@ def test_a_program_stays_on_codes_from_end_to_end(case: str, monkeypatch: pytest
 
 
 def test_an_argument_that_is_left_out() -> None:
-    """It stands before the images."""
-
     def forward(self: Any, unused: Tensor | None = None, x: Tensor | None = None) -> Tensor:
         return self.last(torch.relu(self.conv(x)).mean((2, 3)))  # type: ignore[no-any-return]
 

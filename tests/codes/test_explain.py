@@ -40,7 +40,6 @@ IN_INTEGERS = "on codes, in integers"
 
 
 def whole(model: nn.Module, inputs: Any = None) -> str:
-    """The first line."""
     return qat.explain(model, inputs).partition("\n")[0]
 
 
@@ -146,22 +145,16 @@ def test_a_copy_of_qat_without_the_engine(model: Any, monkeypatch: pytest.Monkey
 
 
 class Named(LSQQuantizer):
-    """Adds a method, and computes the same."""
-
     def label(self) -> str:
         return "mine"
 
 
 class Coarser(LSQQuantizer):
-    """Computes something else."""
-
     def quantize(self, x: Tensor) -> Tensor:
         return super().quantize(x * 0.5) * 2
 
 
 class Own(Coarser):
-    """Declares an estimator itself."""
-
     estimator = "mine"
 
 

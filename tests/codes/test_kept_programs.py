@@ -71,8 +71,6 @@ def test_another_default_dtype_changes_nothing() -> None:
 
 @dataclass
 class Found:
-    """A result of a user's own class."""
-
     scores: Tensor
     features: Tensor
 

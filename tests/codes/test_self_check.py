@@ -44,7 +44,6 @@ def unchecked(net: Callable[[], nn.Module], x: Tensor) -> FusedGraph:
 
 
 def distrusted(model: Any) -> list[tuple[str, ...] | None]:
-    """What each self-check found, in order."""
     return [verdict.distrusted for verdict in model._verdicts.values()]
 
 

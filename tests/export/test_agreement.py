@@ -52,7 +52,6 @@ PAIRS = [
 
 @pytest.mark.parametrize(("ours", "theirs", "agreement"), PAIRS)
 def test_constants_integers_and_masks_have_to_be_the_same(ours: Tensor, theirs: Tensor, agreement: float) -> None:
-    """Constants up to rounding."""
     assert judge([([ours], [theirs], None)]).agreement == agreement
 
 
@@ -129,7 +128,6 @@ def half_the_last_scale(proto: onnx.ModelProto) -> None:
 
 
 def half_the_output(proto: onnx.ModelProto) -> None:
-    """What the file answers is half of what it computes."""
     name = proto.graph.output[0].name
     for node in proto.graph.node:
         node.output[:] = ["whole" if each == name else each for each in node.output]
@@ -201,7 +199,6 @@ BETWEEN = {"nothing": nn.Identity(), "pool": nn.MaxPool2d(2), "reshape": nn.Flat
 
 
 def twice(between: nn.Module, spec: qat.QuantSpec) -> nn.Module:
-    """A convolution whose result is quantized on two grids."""
     layers = {"conv": qat.QuantConv2d(3, 8, 3, padding=1), "between": between}
     quantizers = {name: create_quantizer(spec, "activation", ()) for name in ("first", "second")}
     return Plain(lambda self, x: self.second(self.between(self.first(self.conv(x)))), **layers, **quantizers)

@@ -57,7 +57,6 @@ def small_model(recipe: qat.QuantRecipe | None = None) -> torch.fx.GraphModule:
 
 
 def exported(path: Path, model: nn.Module) -> Path:
-    """The path, at which now the model's file is."""
     qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
     return path
 

@@ -38,7 +38,6 @@ def quantized(net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = N
 
 
 def exported(path: Path, net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = None) -> nn.Module:
-    """Writes the file of the model, and returns the model."""
     model = quantized(net, inputs, recipe)
     qat.export_onnx(model, path, inputs)
     return model

@@ -28,8 +28,6 @@ from tests.references.prepared_case import Plain, draw
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Two inputs and two outputs."""
-
     def forward(self: Any, image: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         features = self.conv(image).relu().mean((2, 3))
         return self.fc(features) + shift, features

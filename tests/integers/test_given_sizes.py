@@ -43,8 +43,6 @@ FIXED: dict[str, Between] = {
 
 
 def prepared(between: Between) -> nn.Module:
-    """Two maps and a reader of what is computed of them."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         a = self.first(x).relu()
         b = self.second(a).relu()

@@ -58,7 +58,6 @@ def on_grid(weight: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def case(name: str, nearest: tuple[bool, bool] = (False, False), **kind: bool) -> tuple[Tensor, Any, Geometry]:
-    """Codes, a weight with its grid, and the geometry."""
     shape = SHAPES[name]
     weight, *rest = weight_of(*shape.weight, **kind)
     return arrange(draw_codes(*shape.x), nearest[0]), (arrange(weight, nearest[1]), *rest), shape.geometry

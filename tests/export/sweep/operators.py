@@ -124,7 +124,6 @@ def sizes(rank: int) -> list[str]:
 
 
 def norms(rank: int) -> list[str]:
-    """Norms of channels."""
     return [
         "nn.GroupNorm(2, 4)", "nn.GroupNorm(1, 4, eps=0.1)", "nn.GroupNorm(4, 4, affine=False)", "F.group_norm(x, 2)",
         f"nn.InstanceNorm{rank}d(4)", f"nn.InstanceNorm{rank}d(4, affine=True)", "F.instance_norm(x, eps=0.1)",
