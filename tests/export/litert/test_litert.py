@@ -123,11 +123,10 @@ def test_inputs_stand_in_the_order_of_forward_and_have_its_names(engine, integer
 
 def test_constants_are_aligned(images: Tensor, tmp_path: Path) -> None:
     """Microcontrollers cannot read int32 from odd addresses."""
-    path = tmp_path / "model.tflite"
     from ai_edge_litert import schema_py_generated as schema
 
     model = prepared(nn.Sequential(nn.Conv2d(4, 7, 3), nn.ReLU(), nn.Conv2d(7, 3, 1)), images)
-    qat.export_litert(model, path, images)
+    qat.export_litert(model, path := tmp_path / "model.tflite", images)
     data = path.read_bytes()
     file = schema.Model.GetRootAs(data)
     held = [file.Buffers(i).DataAsNumpy() for i in range(file.BuffersLength()) if file.Buffers(i).DataLength()]

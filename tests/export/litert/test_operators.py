@@ -285,8 +285,8 @@ def test_a_quantizer_behind_a_shuffle_keeps_its_name(tmp_path: Path) -> None:
         x = x.view(-1, 2, 2, *x.shape[2:]).transpose(1, 2).flatten(1, 2)
         return self.conv(x.relu()) + x  # type: ignore[no-any-return]
 
-    x = torch.randn(2, 4, 3, 6)
+    x, path = torch.randn(2, 4, 3, 6), tmp_path / "model.tflite"
     model = prepared(Plain(forward, conv=conv(4, 4, 1)), x)
-    qat.export_litert(model, tmp_path / "model.tflite", x, batch=2)
-    layers = compare_litert_layers(tmp_path / "model.tflite", model, x)
+    qat.export_litert(model, path, x, batch=2)
+    layers = compare_litert_layers(path, model, x)
     assert [layer.beyond_ties for layer in layers] == [0] * 4
