@@ -28,13 +28,11 @@ pytestmark = pytest.mark.skipif(library() is None, reason="evaluation runs plain
 
 
 def residual(groups: int = 1) -> nn.Module:
-    """A convolution with BatchNorm, and its input added."""
     layers = {"conv": nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=False), "norm": nn.BatchNorm2d(8)}
     return Plain(lambda self, x: self.act(self.norm(self.conv(x)) + x), **layers, act=nn.ReLU(inplace=True))
 
 
 def branches(self: Any, x: Tensor) -> Tensor:
-    """Halves of the channels, joined and shuffled."""
     a, b = x.chunk(2, dim=1)
     y = torch.cat([a, torch.sigmoid(self.conv(b))], dim=1)
     return y.view(x.size(0), 2, 4, 4, 4).transpose(1, 2).contiguous().view(x.size(0), 8, 4, 4)
@@ -81,7 +79,7 @@ def calibrated(case: str, grids: str) -> tuple[nn.Module, Tensor]:
     return of_float(float_model.eval(), x, **GRIDS[grids]), x
 
 
-def of_float(net: nn.Module, x: Tensor, **recipe: Any) -> Any:
+def of_float(net: nn.Module, x: Any, **recipe: Any) -> Any:
     model = qat.prepare(net, qat.QuantRecipe(**recipe), example_inputs=x)
     qat.calibrate(model, [x])
     return model.eval()
@@ -102,21 +100,15 @@ def program_of(model: Any) -> Any:
 
 
 STEPS = {
-    "curves": ["Quantize", "Product", "Product", "Product", "Product"],
-    "branches": ["Quantize", "Product", "Product", "Table", "Table", "Product"],
-    "depth": ["Quantize", "Product", "Product", "Product"],
-    "squeeze": [
-        "Quantize", "Product", "AsGiven", "Dequantize", "AdaptiveAvgPool2d", "Quantize", "Product", "Product", "Join",
-        "Product", "Product",
-    ],
-}  # fmt: skip
-FLOATS = {
-    "curves": [True, True, False],
-    "branches": [False, False],
-    "depth": [True, False],
-    "squeeze": [False, True, False, False],
+    "curves": ("Quantize Product Product Product Product", [True, True, False]),
+    "branches": ("Quantize Product Product Table Table Product", [False, False]),
+    "depth": ("Quantize Product Product Product", [True, False]),
+    "squeeze": (
+        "Quantize Product AsGiven Dequantize AdaptiveAvgPool2d Quantize Product Product Join Product Product",
+        [False, True, False, False],
+    ),
 }
-"""Whether the products before the last hand floats on."""
+"""What a program calls, and whether the products before the last hand floats on."""
 
 
 @pytest.mark.parametrize("case", STEPS)
@@ -126,31 +118,23 @@ def test_a_program_stays_on_codes_from_end_to_end(case: str, monkeypatch: pytest
     with torch.no_grad():
         model(x)
     called = [program_of(model).get_submodule(str(n.target)) for n in program_of(model).graph.nodes if "module" in n.op]
-    assert [type(each).__name__ for each in called if not isinstance(each, nn.Flatten)] == STEPS[case]
+    steps, floats = STEPS[case]
+    assert [type(each).__name__ for each in called if not isinstance(each, nn.Flatten)] == steps.split()
     between = [each for each in called if isinstance(each, Product)][:-1]
     tables = [each.table is not None and each.table.is_floating_point() for each in between]
-    assert [a.kind is torch.float32 or b for a, b in zip(between, tables, strict=True)] == FLOATS[case]
-
-
-class Optional(nn.Module):
-    """An argument that may be left out stands before the images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.last = nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
-
-    def forward(self, unused: Tensor | None = None, x: Tensor | None = None) -> Tensor:
-        return self.last(torch.relu(self.conv(x)).mean((2, 3)))  # type: ignore[no-any-return]
+    assert [a.kind is torch.float32 or b for a, b in zip(between, tables, strict=True)] == floats
 
 
 def test_an_argument_that_is_left_out() -> None:
-    x = torch.randn(4, 3, 9, 9)
-    model: Any = qat.prepare(Optional().eval(), example_inputs={"x": x})
-    qat.calibrate(model, [{"x": x}])
+    def forward(self: Any, unused: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        return self.last(torch.relu(self.conv(x)).mean((2, 3)))  # type: ignore[no-any-return]
+
+    x = {"x": torch.randn(4, 3, 9, 9)}
+    model = of_float(Plain(forward, conv=nn.Conv2d(3, 8, 3), last=nn.Linear(8, 2)).eval(), x)
     with torch.no_grad():
         with plain_formulas():
-            expected = model.eval()(x=x)
-        assert torch.equal(model(x=x), expected)
+            expected = model(**x)
+        assert torch.equal(model(**x), expected)
     assert program_of(model) is not None
 
 
@@ -181,9 +165,7 @@ def test_a_model_that_evaluates_plainly_says_why_once(caplog: pytest.LogCaptureF
     ]
 
 
-def test_where_qat_looks_inside_it_says_nothing_and_looks_at_the_first_batch_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_qat_looks_inside_it_says_nothing_and_looks_at_the_first_batch_alone(caplog):
     model, x = prepared()
     state = model._engine_state
     with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
@@ -227,28 +209,33 @@ def test_the_values_are_those_of_plain_evaluation(case: str, grids: str) -> None
     assert not floats
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model[0].weight.mul_(2),
-        lambda model: setattr(model[0].weight, "data", model[0].weight.data * 2),
-        lambda model: model.load_state_dict(
-            {k: v * 2 if k == "0.weight" else v for k, v in model.state_dict().items()}
-        ),
-        lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 2)),
-        lambda model: qat.disable_fake_quant(model),
-        lambda model: setattr(model[0], "padding", (1, 1)),
-        lambda model: model[0].register_forward_hook(lambda module, args, y: y + 1),
-        lambda model: model[1].running_mean.add_(1),
-    ],
-    ids=["in place", "data", "state dict", "parameter", "switch", "padding", "hook", "statistics"],
-)
-def test_a_changed_model_answers_as_it_is_now(change: Callable[[Any], object]) -> None:
+def retrained(model: Any) -> None:
+    """Writes through data, which no version counts."""
+    for parameter in model.train().parameters():
+        parameter.data.mul_(1.5)
+    model.eval()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda model: model[0].weight.mul_(2),
+    "data": lambda model: setattr(model[0].weight, "data", model[0].weight.data * 2),
+    "state dict": lambda model: model.load_state_dict({**model.state_dict(), "0.weight": model[0].weight * 2}),
+    "parameter": lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 2)),
+    "switch": lambda model: qat.disable_fake_quant(model),
+    "padding": lambda model: setattr(model[0], "padding", (1, 1)),
+    "hook": lambda model: model[0].register_forward_hook(lambda module, args, y: y + 1),
+    "statistics": lambda model: model[1].running_mean.add_(1),
+    "data behind training": retrained,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_answers_as_it_is_now(change: str) -> None:
     model, x = prepared()
     with torch.no_grad():
         before = model(x)
         assert program_of(model) is not None
-        change(model)
+        CHANGES[change](model)
         after = model(x)
     assert not torch.equal(before, after) and torch.equal(after, plainly(model, x))
 
@@ -269,16 +256,11 @@ def failing(*given: object) -> Tensor:
 
 
 ADD = modules.arithmetic.add
+BROKEN = [(lambda *given: ADD(*given).clamp(min=1), "computed something else"), (failing, "fails (no memory)")]
 
 
-@pytest.mark.parametrize(
-    "add, said",
-    [(lambda *given: ADD(*given).clamp(min=1), "computed something else"), (failing, "fails (no memory)")],
-    ids=["other codes", "an error"],
-)
-def test_a_program_that_computes_something_else_does_not_run(
-    add: Callable[..., Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("add", "said"), BROKEN)
+def test_a_program_that_computes_something_else_does_not_run(add, said, monkeypatch, caplog):
     model, x = prepared()
     monkeypatch.setattr(modules.arithmetic, "add", add)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "qat"):
@@ -290,9 +272,7 @@ def test_a_program_that_computes_something_else_does_not_run(
     assert caplog.messages == [f"evaluation runs operation by operation: its integer program {said}"]
 
 
-def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(monkeypatch, caplog):
     """The self-check's single sample may be multiplied in float: each product proves its own kernel."""
     sums = products.onednn.PackedWeight.sums
     monkeypatch.setattr(products.onednn.PackedWeight, "sums", lambda packed, codes: sums(packed, codes) + 1)
@@ -306,27 +286,12 @@ def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(
         assert caplog.messages == ["oneDNN sums up a product of (8, 3, 3, 3) wrongly; it runs in float"]
 
 
-def test_writes_through_data_are_noticed_behind_training() -> None:
-    model, x = prepared()
-    with torch.no_grad():
-        before = model(x)
-        model.train()
-        for parameter in model.parameters():
-            parameter.data.mul_(1.5)
-        after = model.eval()(x)
-    assert not torch.equal(before, after) and torch.equal(after, plainly(model, x))
-
-
-def test_raw_pixels_are_refused_behind_a_float_batch_too() -> None:
+def test_raw_pixels_are_refused_behind_a_float_batch_too_and_with_gradients_the_model_itself_runs() -> None:
     model, x = prepared()
     with torch.no_grad():
         model(x)
         with pytest.raises(TypeError, match=r"^input_quantizer: x must be a floating-point tensor, got torch.uint8$"):
             model((255 * x).to(torch.uint8))
-
-
-def test_with_gradients_the_model_itself_runs() -> None:
-    model, x = prepared()
     model(x).sum().backward()
     assert model[0].weight.grad is not None
 
@@ -350,16 +315,16 @@ def test_sums_in_parts_round_once(case: str, large: float, monkeypatch: pytest.M
     weight[:, int(large * shape[1]) + 1 :] = 0
     one, outputs = torch.ones(shape[0]), shape[0]
     layer: Any = qat.QuantLinear(shape[1], outputs)
+    codes, options = torch.randint(200, 256, (50, shape[1]), dtype=torch.uint8), {}
     if len(shape) == 4:
-        layer = qat.QuantConv2d(groups * shape[1], outputs, shape[2], groups=groups)
+        layer, options = qat.QuantConv2d(groups * shape[1], outputs, shape[2], groups=groups), {"groups": groups}
+        size = (2, groups * shape[1], *(each + 20 for each in shape[2:]))
+        codes = torch.randint(200, 256, size, dtype=torch.uint8)
     geometry = geometry_of(layer)
     assert geometry is not None
     integers = IntegerWeight(weight, one, torch.zeros(outputs), one)
     product = Product(layer, geometry, integers, CodeGrid(1.0, 0.0, 0.0, 255.0))
-    size = (2, groups * shape[1], *(each + 20 for each in shape[2:]))
-    codes = torch.randint(200, 256, size if len(shape) == 4 else (50, shape[1]), dtype=torch.uint8)
-    multiply = torch.nn.functional.linear if len(shape) == 2 else torch.nn.functional.conv2d
-    options = {} if len(shape) == 2 else {"groups": groups}
+    multiply: Any = nn.functional.conv2d if options else nn.functional.linear
     sums = multiply(codes.double(), weight.double(), **options)
     assert large < 1 or (sums.max() > EXACT and (sums % 2).any())  # so that rounding has something to do
     assert torch.equal(product(codes), sums.float())

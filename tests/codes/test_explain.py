@@ -40,8 +40,7 @@ IN_INTEGERS = "on codes, in integers"
 
 
 def whole(model: nn.Module, inputs: Any = None) -> str:
-    """The first line."""
-    return qat.explain(model, inputs).splitlines()[0]
+    return qat.explain(model, inputs).partition("\n")[0]
 
 
 def row(model: nn.Module, name: str, inputs: Any = None) -> tuple[str, str]:
@@ -61,10 +60,9 @@ def assert_plain(found: tuple[str, str], fact: str) -> None:
 def test_a_table_of_layers_and_quantizers_as_they_run(as_processor: Callable[[str], None]) -> None:
     as_processor("vnni")
     model = prepared(Block(), images())
-    lines = qat.explain(model).splitlines()
-    assert lines[0].startswith(f"the model {ON_CODES}")
-    assert lines[2].split() == ["name", "kind", "trains", "why"]
-    assert [line.split()[0] for line in lines[3:7]] == ["input_quantizer", "conv1", "conv1_quantizer", "conv2"]
+    first, _, names, *lines = qat.explain(model).splitlines()
+    assert first.startswith(f"the model {ON_CODES}") and names.split() == ["name", "kind", "trains", "why"]
+    assert [line.split()[0] for line in lines[:4]] == ["input_quantizer", "conv1", "conv1_quantizer", "conv2"]
     assert row(model, "conv1") == row(model, "head") == (f"{IN_INTEGERS} where it pays", "")
     assert row(model, "conv1", images()) == row(model, "conv3", images()) == (IN_INTEGERS, "")
     how, why = row(model, "head", images())
@@ -83,8 +81,6 @@ def test_it_leaves_the_model_as_it_was(model: Any) -> None:
     assert before == {name: module.training for name, module in model.named_modules()}
     assert "is in evaluation" in first and f"in training it {ON_CODES}" in first
 
-
-# ---- the whole model ----
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "plain_formulas": plain_formulas,
@@ -148,21 +144,18 @@ def test_a_copy_of_qat_without_the_engine(model: Any, monkeypatch: pytest.Monkey
     assert row(model, "conv1") == (PLAINLY, "")
 
 
-# ---- a layer and a quantizer ----
-
-
 class Named(LSQQuantizer):
-    """Adds a method, and computes the same."""
-
     def label(self) -> str:
         return "mine"
 
 
 class Coarser(LSQQuantizer):
-    """Computes something else."""
-
     def quantize(self, x: Tensor) -> Tensor:
         return super().quantize(x * 0.5) * 2
+
+
+class Own(Coarser):
+    estimator = "mine"
 
 
 class _Halving:
@@ -174,17 +167,11 @@ class Mixed(_Halving, LSQQuantizer):  # type: ignore[misc]
     """Takes from a mixin what computes something else."""
 
 
-def test_a_subclass_that_adds_a_method_keeps_the_fast_path(model: Any) -> None:
+def test_a_subclass_that_adds_a_method_keeps_the_fast_path_and_may_declare_an_estimator(model: Any) -> None:
     for module in model.modules():
         if type(module) is LSQQuantizer:
             module.__class__ = Named
     assert row(model, "conv1")[0].startswith("on codes")
-
-
-def test_a_subclass_may_declare_an_estimator_itself() -> None:
-    class Own(Coarser):
-        estimator = "mine"
-
     assert [estimator_of(kind(QuantSpec())) for kind in (Own, Coarser, Mixed, Named)] == ["mine", None, None, "lsq"]
     assert estimator_of(nn.ReLU()) is None
 
@@ -228,9 +215,7 @@ OF_MODELS: list[tuple[tuple[nn.Module, ...], Tensor, dict[str, QuantSpec], str, 
 
 
 @pytest.mark.parametrize(("layers", "x", "recipe", "name", "fact"), OF_MODELS, ids=[fact for *_, fact in OF_MODELS])
-def test_rules_grids_and_layers(
-    layers: tuple[nn.Module, ...], x: Tensor, recipe: dict[str, QuantSpec], name: str, fact: str
-) -> None:
+def test_rules_grids_and_layers(layers, x, recipe, name, fact):
     how, why = row(prepared(nn.Sequential(*layers), x, qat.QuantRecipe(**recipe)), name)  # type: ignore[arg-type]
     assert how == PLAINLY and re.match(fact if fact.startswith("its") else f".*{fact}", why)
 
@@ -243,12 +228,8 @@ def test_methods_that_somebody_replaced(model: Any, monkeypatch: pytest.MonkeyPa
 
 def test_the_same_reasons_of_parts_alone() -> None:
     channels = create_quantizer(QuantSpec(granularity="channel"), "weight", (4, 1))
-    for reason, fact in (
-        (module_refusal(nn.Tanh()), "Tanh"),
-        (weight_refusal(torch.empty(0, 3)), "empty"),
-        (codes_refusal(channels), "per channel"),
-    ):
-        assert reason is not None and fact in reason
+    assert "Tanh" in str(module_refusal(nn.Tanh())) and "empty" in str(weight_refusal(torch.empty(0, 3)))
+    assert "per channel" in str(codes_refusal(channels))
 
 
 def test_products_of_activations() -> None:
@@ -270,16 +251,15 @@ def test_products_of_activations() -> None:
 
 def test_what_a_quantizer_is_computed_with() -> None:
     """The BatchNorm, the sum and the activation before it: a slope that is not fused is missing here."""
-    x = torch.randn(4, 3, 8, 8)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.act(self.norm(self.first(x)))
         y = F.relu(self.second(y) + y)
         return self.last(self.leaky(self.third(y)))
 
-    convs = {name: nn.Conv2d(4 if name != "first" else 3, 4, 1) for name in ("first", "second", "third", "last")}
+    convs = {name: nn.Conv2d(4, 4, 1) for name in ("second", "third", "last")} | {"first": nn.Conv2d(3, 4, 1)}
     others = {"norm": nn.BatchNorm2d(4), "act": nn.Hardswish(), "leaky": nn.LeakyReLU(0.1)}
-    model = prepared(Plain(forward, **convs, **others), x)
+    model = prepared(Plain(forward, **convs, **others), torch.randn(4, 3, 8, 8))
     for name, fused in (("first", "norm"), ("act", "act"), ("add", "add, relu")):
         assert row(model, f"{name}_quantizer") == ("on codes", f"in one pass with {fused}")
     assert "leaky" not in row(model, "leaky_quantizer")[1]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,10 @@ def images(count: int = 8, seed: int = 0, channels_last: bool = True) -> Tensor:
     return cases_fused.images(channels_last, count, seed=seed)
 
 
-def prepared(x: Tensor, momentum: float | None = 0.1) -> nn.Module:
-    return cases_fused.prepared(Everything(momentum), x)
+def models(x: Tensor, momentum: float | None = 0.1) -> tuple[nn.Module, nn.Module, Any]:
+    """A prepared one, its twin, and the first one compiled."""
+    model = cases_fused.prepared(Everything(momentum), x)
+    return model, copy.deepcopy(model), torch.compile(model, fullgraph=True)
 
 
 def assert_near(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
@@ -49,9 +52,7 @@ def assert_near(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_step_is_that_of_the_fused_model(channels_last: bool) -> None:
     x = images(channels_last=channels_last)
-    model = prepared(x, momentum=None)
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True)
+    model, twin, compiled = models(x, momentum=None)
     for seed in range(3):
         x = images(seed=seed, channels_last=channels_last)
         assert_near(step(twin, x, twin), step(model, x, compiled))
@@ -62,9 +63,7 @@ def test_a_compiled_step_is_that_of_the_fused_model(channels_last: bool) -> None
 @pytest.mark.slow
 def test_it_follows_switches_modes_and_sizes() -> None:
     x = images()
-    model = prepared(x)
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True)
+    model, twin, compiled = models(x)
 
     def both_agree(x: Tensor) -> None:
         assert_near(step(twin, x, twin), step(model, x, compiled))
@@ -96,9 +95,7 @@ def test_it_follows_switches_modes_and_sizes() -> None:
 @pytest.mark.slow
 def test_a_compiled_model_keeps_no_more_than_an_eager_one() -> None:
     x = images(32)
-    model = prepared(x)
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True)
+    model, twin, compiled = models(x)
     step(model, x, compiled)
 
     def kept(forward: Callable[[Tensor], Tensor]) -> int:
@@ -111,9 +108,8 @@ def test_a_compiled_model_keeps_no_more_than_an_eager_one() -> None:
 def test_the_plain_graph_never_waits_for_the_device() -> None:
     """On CUDA it is recorded as a graph."""
     x = images()
-    model = prepared(x)
+    model = cases_fused.prepared(Everything(), x)
     parameters = tuple(model.parameters())
     with plain_formulas(), Watch((x,)) as watch:
-        loss = model(x).square().sum()
-        torch.autograd.grad(loss, parameters, allow_unused=True)
+        torch.autograd.grad(model(x).square().sum(), parameters, allow_unused=True)
     assert watch.seen > 500

@@ -23,20 +23,11 @@ from tests.references.prepared_case import Plain
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="evaluation runs plainly without the C kernels")
 
 
-def counted_programs(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """A list that grows with every integer program that is made."""
-    made: list[None] = []
-    program = evaluating.integer_program
-    monkeypatch.setattr(evaluating, "integer_program", lambda model: made.append(None) or program(model))
-    return made
-
-
-def test_a_model_that_changes_at_every_forward_is_not_translated_each_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_changes_at_every_forward_is_not_translated_each_time(monkeypatch, caplog):
     """Point 13: a counter on a layer cost a translation a batch, silently; standing still brings the program back."""
     model, x = prepared()
-    made = counted_programs(monkeypatch)
+    made, program = [], evaluating.integer_program
+    monkeypatch.setattr(evaluating, "integer_program", lambda model: made.append(None) or program(model))
     with torch.no_grad(), caplog.at_level(logging.INFO, "qat"):
         for count in range(10):
             model[0].count = count
@@ -80,8 +71,6 @@ def test_another_default_dtype_changes_nothing() -> None:
 
 @dataclass
 class Found:
-    """A result of a user's own class."""
-
     scores: Tensor
     features: Tensor
 

@@ -1,6 +1,7 @@
 """The engine's proof of itself: what is wrong is found, named and not run; what is right is left as it was."""
 
 import copy
+import functools
 import logging
 import pickle
 import random
@@ -26,6 +27,7 @@ from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import images, prepared, results
 from tests.references.nets import Block, Deep, between, residual
+from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -42,7 +44,6 @@ def unchecked(net: Callable[[], nn.Module], x: Tensor) -> FusedGraph:
 
 
 def distrusted(model: Any) -> list[tuple[str, ...] | None]:
-    """What each self-check found, in order."""
     return [verdict.distrusted for verdict in model._verdicts.values()]
 
 
@@ -71,9 +72,7 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "what"), [("codes_product", "result"), ("codes_product_backward", "gradient")])
-def test_a_wrong_product_is_found_and_its_layers_are_called(
-    x: Tensor, kernel: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_product_is_found_and_its_layers_are_called(x, kernel, what, monkeypatch, caplog):
     original = getattr(product, kernel)
 
     def changed(*args: Any) -> Any:
@@ -96,7 +95,6 @@ def test_a_wrong_product_is_found_and_its_layers_are_called(
 
 
 def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def changed(y: Any, quantizer: Any, norm: Any = None, floor: float = 0, *rest: Any) -> Any:
         return norms.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
 
@@ -107,9 +105,7 @@ def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
     assert_trains_plainly(model, x)
 
 
-def test_a_wrongly_wired_graph_never_runs(
-    x: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrongly_wired_graph_never_runs(x, monkeypatch, caplog):
     original = rewriting.fused_graph
 
     def crossed(model: Any, distrusted: Any = ()) -> Any:
@@ -128,7 +124,6 @@ def test_a_wrongly_wired_graph_never_runs(
 
 
 def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
@@ -139,9 +134,7 @@ def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, m
     model(x).sum().backward()
 
 
-def test_every_change_is_checked_anew_and_known_states_are_not(
-    x: Tensor, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_change_is_checked_anew_and_known_states_are_not(x, model, monkeypatch):
     model(x)
     assert distrusted(model) == [()] and not pickle.loads(pickle.dumps(model))._verdicts  # it may be another machine
     model.a.eval()
@@ -189,9 +182,10 @@ def three_for_zero(*args: Any) -> Any:
     return torch.where(codes == 0, 3, codes).to(torch.uint8), qparams
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"), [("norm_quantize_backward", through_clip), ("norm_quantize", three_for_zero)]
-)
+CHANGED = [("norm_quantize_backward", through_clip), ("norm_quantize", three_for_zero)]
+
+
+@pytest.mark.parametrize(("name", "changed"), CHANGED)
 def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, name, changed)
     model: Any = prepared(Deep(), images())
@@ -199,16 +193,12 @@ def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monke
 
 
 def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Biased(Deep):
-        def forward(self, x: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x) + b
-
     seen = []
     original = product.codes_product
     monkeypatch.setattr(product, "codes_product", lambda *args: seen.append(args[-1]) or original(*args))
-    x, b = images(), torch.randn(5, 4, 1, 1)[:1]
-    model = qat.prepare(Biased(), example_inputs=(x, b))
-    qat.calibrate(model, [{"x": x, "b": b}])
+    inputs = {"x": images(), "b": torch.randn(5, 4, 1, 1)[:1]}
+    model = qat.prepare(Plain(lambda self, x, b: self.deep(x) + b, deep=Deep()), example_inputs=inputs)
+    qat.calibrate(model, [inputs])
     assert seen and min(seen) >= 1
 
 
@@ -249,9 +239,10 @@ def test_nothing_of_the_users_moves_and_no_hook_is_called(x: Tensor, model: Any)
     assert drawn_after(lambda: model(x)) == after
 
 
-@pytest.mark.parametrize(
-    "computed", [lambda b: prune.random_unstructured(b, "weight", 0.5), nn.utils.weight_norm, spectral_norm]
-)
+PRUNED = functools.partial(prune.random_unstructured, name="weight", amount=0.5)
+
+
+@pytest.mark.parametrize("computed", [PRUNED, nn.utils.weight_norm, spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_weights_that_hooks_compute_are_no_alarm(x: Tensor, model: Any, computed: Callable[[Any], object]) -> None:
     model(x).sum().backward()
@@ -284,9 +275,7 @@ def test_what_cannot_be_run_apart_is_said_once(x: Tensor, model: Any, caplog: py
     assert line.startswith("trains operation by operation: no step of it can be run apart, RuntimeError: no copies")
 
 
-def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(
-    x: Tensor, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(x, model, monkeypatch):
     asked = []
     monkeypatch.setattr("qat.codes.graph.judge", lambda *_: asked.append(1))
     model.norm_b.eval()

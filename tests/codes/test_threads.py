@@ -53,10 +53,8 @@ def test_a_switch_is_that_of_its_thread_and_ends_as_it_began(context: Any) -> No
 
 
 def test_compiled_code_watches_the_switches_of_its_own_thread() -> None:
-    compiled = torch.compile(
-        lambda x: x + (10 * plain_wanted()) + (100 * integers_allowed()), fullgraph=True, backend="eager"
-    )
-    x = torch.zeros(())
+    x, eager = torch.zeros(()), {"fullgraph": True, "backend": "eager"}
+    compiled = torch.compile(lambda x: x + (10 * plain_wanted()) + (100 * integers_allowed()), **eager)
 
     def both() -> list[float]:
         outside = compiled(x).item()

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from qat.export.agreement import TOLERANCE, judge
 from qat.quantizer import create_quantizer
 from qat.training.run.proof import prove
 from tests.export.test_export_layers import quantized
-from tests.references.prepared_case import Plain
+from tests.references.prepared_case import Plain, refused
 
 VALUES = torch.linspace(-1, 3, 200)
 
@@ -35,24 +34,25 @@ def test_values_are_equal_within_a_share_of_their_range(shape: tuple[int, ...]) 
 def test_the_range_is_that_of_all_batches() -> None:
     """The values arrive one at a time, as from a model with a batch of one."""
     pairs = [([x.reshape(1, 1)], [x.reshape(1, 1) + 0.03], None) for x in VALUES]
-    assert judge(list(pairs)).agreement == 1.0
-    assert judge(pairs[:3]).agreement == 0.0
+    assert judge(list(pairs)).agreement == 1.0 and judge(pairs[:3]).agreement == 0.0
 
 
-def test_a_constant_output_has_to_be_the_same_up_to_rounding() -> None:
-    ours = torch.full((4, 1), 5.0)
-    assert judge([([ours], [ours + 2e-5], None)]).agreement == 1.0
-    assert judge([([ours], [ours + 2e-4], None)]).agreement == 0.0
+FIVES, LARGE = torch.full((4, 1), 5.0), torch.tensor([2**24, 2**24 + 1])
+MASK, OTHER = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]), torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0]])
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-def test_integers_and_masks_have_to_be_the_same(dtype: torch.dtype) -> None:
-    """Read as classes, they would agree wherever the largest value has the same index."""
-    ours = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]).to(dtype)
-    theirs = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0]]).to(dtype)
-    assert judge([([ours], [theirs], None)]).agreement == 0.75
-    large = torch.tensor([2**24, 2**24 + 1])
-    assert judge([([large], [large.flip(0)], None)]).agreement == 0.0
+PAIRS = [
+    (FIVES, FIVES + 2e-5, 1.0),
+    (FIVES, FIVES + 2e-4, 0.0),
+    (LARGE, LARGE.flip(0), 0.0),
+    # Read as classes, masks would agree wherever the largest value has the same index.
+    *((MASK.to(dtype), OTHER.to(dtype), 0.75) for dtype in (torch.int64, torch.bool, torch.uint8)),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "agreement"), PAIRS)
+def test_constants_integers_and_masks_have_to_be_the_same(ours: Tensor, theirs: Tensor, agreement: float) -> None:
+    assert judge([([ours], [theirs], None)]).agreement == agreement
 
 
 def test_the_output_that_agrees_least_counts() -> None:
@@ -77,15 +77,12 @@ def test_a_value_that_is_not_finite_equals_nothing(bad: float) -> None:
 
 @pytest.mark.parametrize(("outputs", "batches"), [([], 1), ([torch.zeros(0, 10)], 2)])
 def test_nothing_to_compare_is_refused(outputs: list[Tensor], batches: int) -> None:
-    with pytest.raises(
-        ValueError, match=r"^verify_onnx: the model's outputs hold no values, so that nothing could be compared$"
-    ):
+    with refused("verify_onnx: the model's outputs hold no values, so that nothing could be compared"):
         judge([(outputs, outputs, None)] * batches)
 
 
 def test_a_batch_without_detections_is_skipped() -> None:
-    empty = torch.zeros(0, 4)
-    found = judge([([empty], [empty], None), ([torch.eye(4)], [torch.eye(4)], None)])
+    found = judge([([x], [x], None) for x in (torch.zeros(0, 4), torch.eye(4))])
     assert (found.samples, found.agreement) == (4, 1.0)
 
 
@@ -131,7 +128,6 @@ def half_the_last_scale(proto: onnx.ModelProto) -> None:
 
 
 def half_the_output(proto: onnx.ModelProto) -> None:
-    """What the file answers is half of what it computes."""
     name = proto.graph.output[0].name
     for node in proto.graph.node:
         node.output[:] = ["whole" if each == name else each for each in node.output]
@@ -139,18 +135,14 @@ def half_the_output(proto: onnx.ModelProto) -> None:
     proto.graph.node.append(onnx.helper.make_node("Mul", ["whole", "half"], [name]))
 
 
-def exported(
-    kind: str, path: Path, bits: int = 8, target: str = "onnxruntime"
-) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def exported(kind, path, bits=8, target="onnxruntime") -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     batches = [(torch.randn(16, 3, 8, 8), torch.zeros(16)) for _ in range(2)]
     recipe = qat.QuantRecipe({"bits": bits}, {"bits": bits}, target=target)
     model = qat.prepare(nn.Sequential(*ENDS[kind]), recipe, batches[0][0])
     qat.calibrate(model, batches)
-    if target == "litert":
-        qat.export_litert(model.eval(), path, batches[0][0][:1])
-    else:
-        qat.export_onnx(model.eval(), path, batches[0][0])
+    write = qat.export_litert if target == "litert" else qat.export_onnx
+    write(model.eval(), path, batches[0][0])
     return model, batches
 
 
@@ -207,83 +199,71 @@ BETWEEN = {"nothing": nn.Identity(), "pool": nn.MaxPool2d(2), "reshape": nn.Flat
 
 
 def twice(between: nn.Module, spec: qat.QuantSpec) -> nn.Module:
-    """A convolution whose result is quantized on two grids."""
     layers = {"conv": qat.QuantConv2d(3, 8, 3, padding=1), "between": between}
     quantizers = {name: create_quantizer(spec, "activation", ()) for name in ("first", "second")}
     return Plain(lambda self, x: self.second(self.between(self.first(self.conv(x)))), **layers, **quantizers)
 
 
-@pytest.mark.parametrize(("between", "symmetric"), [*((name, False) for name in BETWEEN), ("nothing", True)])
-def test_both_roundings_are_in_the_file(between: str, symmetric: bool, tmp_path: Path) -> None:
+def rescaled(between: str, symmetric: bool = False) -> tuple[nn.Module, Tensor]:
+    """The model in evaluation, calibrated, whose second grid is another one."""
     torch.manual_seed(0)
-    x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
-    model = twice(BETWEEN[between], qat.QuantSpec(signed=symmetric, symmetric=symmetric))
+    x, model = torch.randn(16, 3, 8, 8), twice(BETWEEN[between], qat.QuantSpec(signed=symmetric, symmetric=symmetric))
     qat.calibrate(model, [x])
     with torch.no_grad():
         model.second.scale.mul_(0.83)
-    model.eval()
+    return model.eval(), x
+
+
+@pytest.mark.parametrize(("between", "symmetric"), [*((name, False) for name in BETWEEN), ("nothing", True)])
+def test_both_roundings_are_in_the_file(between: str, symmetric: bool, tmp_path: Path) -> None:
+    model, x = rescaled(between, symmetric)
     with torch.no_grad():
-        once = model.second(model.between(model.conv(x)))
-        assert not torch.equal(model(x), once)  # else the test could not fail
-    qat.export_onnx(model, path, x)
-    assert qat.verify_onnx(path, model, [x]).max_difference < 1e-6
+        assert not torch.equal(model(x), model.second(model.between(model.conv(x))))  # else the test could not fail
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
+    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).max_difference < 1e-6
 
 
 @pytest.fixture
-def on_ties() -> tuple[nn.Module, torch.Tensor]:
-    """A model and inputs at ties, one level of which decides the class."""
+def on_ties() -> tuple[nn.Module, Tensor]:
+    """A model of two classes, one level of whose input decides, and the scale of that input."""
     net = nn.Linear(2, 2)
     with torch.no_grad():
         net.weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
         net.bias.zero_()
-    x = torch.linspace(-1, 1, 20).reshape(10, 2)
-    model = quantized(nn.Sequential(net), x)
-    scale = model.get_submodule("input_quantizer").grid()[0].detach()
-    return model, -scale * torch.arange(20).reshape(10, 2) - scale / 2 * (torch.arange(10) % 2)[:, None]
+    model = quantized(nn.Sequential(net), torch.linspace(-1, 1, 20).reshape(10, 2))
+    return model, model.get_submodule("input_quantizer").grid()[0].detach()
 
 
-def explained(
-    model: nn.Module, changed: Callable[[nn.Module], None], x: torch.Tensor, path: Path, **options: int
-) -> Differences:
-    """What is found of a file that was made of a changed copy."""
+def explained(model: nn.Module, factor: float, x: Tensor, path: Path) -> Differences:
+    """What is found of the file of a copy, whose inputs have a scale so many times as large."""
     other = copy.deepcopy(model)
     with torch.no_grad():
-        changed(other)
+        other.get_submodule("input_quantizer").scale.mul_(factor)
     qat.export_onnx(other, path, x)
-    return explain_differences(path, model, [x], **options)
+    return explain_differences(path, model, [x])
 
 
 def test_a_near_tie_that_falls_the_other_way_is_explained(on_ties, tmp_path):
-    model, _ = on_ties
-    quantizer = model.get_submodule("input_quantizer")
-    x = torch.full((4, 2), -0.5) * quantizer.grid()[0].detach()
-    found = explained(model, lambda m: m.get_submodule("input_quantizer").scale.mul_(1 - 1e-6), x, tmp_path / "m.onnx")
+    model, scale = on_ties
+    found = explained(model, 1 - 1e-6, torch.full((4, 2), -0.5) * scale, tmp_path / "m.onnx")
     assert (found.predictions, found.differing, found.unexplained) == (4, 4, 0)
     (layer,) = found.layers
     assert (layer.name, layer.differing, layer.largest, layer.beyond_ties) == ("input_quantizer", 8, 1, 0)
 
 
-@pytest.mark.parametrize("enough", [None, 1])
-def test_a_scale_of_five_percent_more_is_another_function(enough, on_ties, tmp_path):
-    model, _ = on_ties
-    scale = model.get_submodule("input_quantizer").grid()[0].detach()
-    x = torch.tensor([[-0.52, 3.0], [0.6, 2.0]]) * scale
-    found = explained(model, lambda m: m.get_submodule("input_quantizer").scale.mul_(1.05), x, tmp_path / "m.onnx")
+def test_a_scale_of_five_percent_more_is_another_function(on_ties, tmp_path):
+    model, scale = on_ties
+    found = explained(model, 1.05, torch.tensor([[-0.52, 3.0], [0.6, 2.0]]) * scale, tmp_path / "m.onnx")
     assert (found.differing, found.unexplained) == (1, 2)  # of the other one the class is right, and the values are not
     assert found.layers[0].largest == 1 and found.layers[0].beyond_ties == 1  # by one level, but no tie
 
 
 @pytest.fixture
-def merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, nn.Module, torch.Tensor]:
+def merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, nn.Module, Tensor]:
     """A file whose two quantizers ONNX Runtime merges, unless somebody reads the integers between them."""
     monkeypatch.setattr(exporter_module, "add_barriers", lambda proto: None)
-    torch.manual_seed(0)
-    x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
-    model = twice(BETWEEN["nothing"], qat.QuantSpec(signed=False, symmetric=False))
-    qat.calibrate(model, [x])
-    with torch.no_grad():
-        model.second.scale.mul_(0.83)
-    qat.export_onnx(model.eval(), path, x)
+    (model, x), path = rescaled("nothing"), tmp_path / "model.onnx"
+    qat.export_onnx(model, path, x)
     return path, model, x
 
 
@@ -298,21 +278,16 @@ def test_what_the_runtime_merges_unseen_is_another_function(merged):
     assert explain_differences(path, model, [x, x], enough=1).predictions == 16 * 64
 
 
-def test_a_fusion_where_nobody_looks_is_named(merged: tuple[Path, nn.Module, torch.Tensor]) -> None:
+def test_a_fusion_where_nobody_looks_is_named(merged: tuple[Path, nn.Module, Tensor]) -> None:
     *layers, fusion = compare_layers(*merged)
     assert not any(layer.beyond_ties or layer.fused for layer in layers)
     assert fusion.fused == ("first", "second") and fusion.beyond_ties > 0.1 * fusion.elements
     assert not any(layer.fused for layer in compare_layers(*merged, optimize=False))
 
 
-def test_equal_predictions_need_no_explanation(on_ties: tuple[nn.Module, torch.Tensor], tmp_path: Path) -> None:
-    model, x = on_ties
-    found = explained(model, lambda m: None, x, tmp_path / "model.onnx")
-    assert found == Differences(10, 0, 0, [])
-
-
-def test_nothing_to_compare_is_a_sentence(on_ties: tuple[nn.Module, torch.Tensor], tmp_path: Path) -> None:
-    model, x = on_ties
-    qat.export_onnx(model, tmp_path / "model.onnx", x)
+def test_equal_predictions_need_no_explanation_and_no_batch_is_refused(on_ties, tmp_path):
+    (model, scale), path = on_ties, tmp_path / "model.onnx"
+    ties = -scale * torch.arange(20).reshape(10, 2) - scale / 2 * (torch.arange(10) % 2)[:, None]
+    assert explained(model, 1.0, ties, path) == Differences(10, 0, 0, [])
     with pytest.raises(ValueError, match="explain_differences: batches is empty"):
-        explain_differences(tmp_path / "model.onnx", model, [])
+        explain_differences(path, model, [])

@@ -21,41 +21,33 @@ from tests.export import test_export_layers as layers
 from tests.references.prepared_case import Plain
 
 
-def shared() -> nn.Module:
+def shared(self: Any, x: Tensor) -> Tensor:
     """Layers of one width: one that is called twice, a transposed one, and a small weight that is read twice."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = torch.relu(self.twice(torch.relu(self.stem(x))))
-        x = self.up(torch.relu(x + self.twice(x))).mean((2, 3))
-        return self.fc(torch.relu(self.fc(x)))
-
-    convs = {"stem": nn.Conv2d(3, 8, 3, padding=1), "twice": nn.Conv2d(8, 8, 3, padding=1)}
-    return Plain(forward, **convs, up=nn.ConvTranspose2d(8, 8, 2), fc=nn.Linear(8, 8))
+    x = torch.relu(self.twice(torch.relu(self.stem(x))))
+    x = self.up(torch.relu(x + self.twice(x))).mean((2, 3))
+    return self.fc(torch.relu(self.fc(x)))  # type: ignore[no-any-return]
 
 
-def recurrent() -> nn.Module:
-    lstm = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
-    return Plain(lambda self, x: self.lstm(self.table(x))[0], table=nn.Embedding(16, 8), lstm=lstm)
-
-
+CONVS = {"stem": nn.Conv2d(3, 8, 3, padding=1), "twice": nn.Conv2d(8, 8, 3, padding=1)}
+SHARED = Plain(shared, **CONVS, up=nn.ConvTranspose2d(8, 8, 2), fc=nn.Linear(8, 8))
+LSTM = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
+RECURRENT = Plain(lambda self, x: self.lstm(self.table(x))[0], table=nn.Embedding(16, 8), lstm=LSTM)
 FOLDER = tempfile.TemporaryDirectory()
 """Of files that several tests read; it is removed at the end."""
 
 MODELS = {
-    "shared": (shared, torch.linspace(0, 1, 768).reshape(4, 3, 8, 8)),
-    "recurrent": (recurrent, torch.arange(12).reshape(3, 4)),
-    "attention": (lambda: layers.self_attention("prepared"), torch.linspace(-1, 1, 80).reshape(2, 5, 8).sin()),
+    "shared": (SHARED, torch.linspace(0, 1, 768).reshape(4, 3, 8, 8)),
+    "recurrent": (RECURRENT, torch.arange(12).reshape(3, 4)),
+    "attention": (layers.self_attention("prepared"), torch.linspace(-1, 1, 80).reshape(2, 5, 8).sin()),
 }
 
 
 @functools.cache
 def exported(name: str, target: str = "onnxruntime") -> tuple[Path, nn.Module, Tensor]:
     """A file that no test changes, its model and an input."""
-    torch.manual_seed(0)
-    make, x = MODELS[name]
+    net, x = MODELS[name]
     path = Path(tempfile.mkdtemp(dir=FOLDER.name)) / f"{name}.onnx"
-    recipe = qat.QuantRecipe(target=target)  # type: ignore[arg-type]
-    return path, layers.exported(path, make(), {"x": x}, recipe), x
+    return path, layers.exported(path, net, {"x": x}, qat.QuantRecipe(target=target)), x  # type: ignore[arg-type]
 
 
 def optimised(path: Path, folder: Path, precision: str) -> list[str]:
@@ -121,8 +113,7 @@ def test_a_processor_exact_in_no_session_proves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("default", [False, True])
 def test_the_proof_multiplies_exactly_unless_told_otherwise(default, tmp_path, monkeypatch):
     path, model, x = exported("shared")
-    opened: list[bool] = []
-    real = session.open_session
+    opened, real = [], session.open_session
 
     def noted(*given: Any, **options: Any) -> Any:
         opened.append(options.get("exact", True))

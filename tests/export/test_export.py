@@ -1,6 +1,5 @@
 """Export: integer initializers, the same integers in ONNX Runtime as in torch, and clear refusals."""
 
-import copy
 import json
 import os
 import re
@@ -47,8 +46,7 @@ def small_model(recipe: qat.QuantRecipe | None = None) -> torch.fx.GraphModule:
     x = torch.randn(8, 3, 8, 8)
     model = qat.prepare(net, recipe, x)
     qat.calibrate(model, [x])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    model.train()
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 3, 8, 8)).square().mean().backward()
@@ -59,36 +57,19 @@ def small_model(recipe: qat.QuantRecipe | None = None) -> torch.fx.GraphModule:
 
 
 def exported(path: Path, model: nn.Module) -> Path:
-    """The path, at which now the model's file is."""
     qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
     return path
 
 
-def total(differences: list[qat.export.LayerDifference]) -> tuple[int, int, int]:
-    return (
-        sum(layer.elements for layer in differences),
-        sum(layer.differing for layer in differences),
-        max(layer.largest for layer in differences),
-    )
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.fx.GraphModule, Path]:
-    """A model that no test changes, and its file."""
-    model = small_model()
-    return model, exported(tmp_path_factory.mktemp("small") / "model.onnx", model)
-
-
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_runtime_computes_every_layers_integers(tmp_path: Path, bits: int) -> None:
-    recipe = qat.QuantRecipe(
-        weight=qat.QuantSpec(bits=bits), activation=qat.QuantSpec(bits=bits, signed=False, symmetric=False, init="mse")
-    )
-    model = small_model(recipe)
+    activation = {"bits": bits, "signed": False, "symmetric": False, "init": "mse"}
+    model = small_model(qat.QuantRecipe({"bits": bits}, activation))
     path = exported(tmp_path / "model.onnx", model)
     for optimize in (True, False):
-        elements, differing, largest = total(compare_layers(path, model, torch.randn(64, 3, 8, 8), optimize))
-        assert elements > 60_000 and differing <= 1 and largest <= 1
+        found = compare_layers(path, model, torch.randn(64, 3, 8, 8), optimize)
+        elements, differing = (sum(getattr(layer, each) for layer in found) for each in ("elements", "differing"))
+        assert elements > 60_000 and differing <= 1 and max(layer.largest for layer in found) <= 1
     operators = optimized_operators(path)
     if bits == 8:
         assert operators["QLinearAdd"] == operators["QGemm"] == operators["QLinearGlobalAveragePool"] == 1
@@ -105,9 +86,9 @@ def test_grids_beyond_the_runtimes_range_are_averaged_in_float(tmp_path: Path) -
     assert qat.verify_onnx(path, model, [torch.randn(8, 3, 8, 8)]).agreement == 1.0
 
 
-def test_the_file_holds_the_trained_integers(small: tuple[torch.fx.GraphModule, Path]) -> None:
-    model, path = small
-    proto = onnx.load(path)
+def test_the_file_holds_the_trained_integers(tmp_path: Path) -> None:
+    model = small_model()
+    proto = onnx.load(exported(tmp_path / "model.onnx", model))
     arrays = {i.name: numpy_helper.to_array(i) for i in proto.graph.initializer}
     int8_weights = [a for a in arrays.values() if a.dtype == np.int8 and a.ndim > 1]
     for name, module in model.named_modules():
@@ -135,16 +116,6 @@ def test_export_changes_nothing_and_any_batch_size_runs(tmp_path: Path) -> None:
         assert result.torch_top1 == result.onnx_top1 and result.max_difference < 0.05
     assert qat.verify_onnx(path, model, torch.randn(6, 3, 8, 8)).samples == 6
     assert model.training and all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-def test_verification_sees_a_file_of_another_model(small: tuple[torch.fx.GraphModule, Path]) -> None:
-    model, path = copy.deepcopy(small[0]), small[1]
-    with torch.no_grad():
-        model.conv.weight.neg_()
-        model.fc.weight.neg_()
-    images = torch.randn(64, 3, 8, 8)
-    assert qat.verify_onnx(path, model, [images]).agreement < 0.9
-    assert total(compare_layers(path, model, images))[1] > 1000
 
 
 def test_a_model_that_writes_into_its_input_is_verified(tmp_path: Path) -> None:
@@ -209,13 +180,9 @@ def test_a_rule_without_the_integers_of_runtimes_is_refused(changes, fact, tmp_p
 
 
 def test_inputs_with_which_the_model_does_not_run_are_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as raised:
+    sentence = r"^export_onnx: .+ does not run with the example_inputs float32 \(1, 4, 8, 8\): the model was prepared"
+    with pytest.raises(ValueError, match=sentence + r" for inputs with x\.shape\[1\] == 3, .+$"):
         qat.export_onnx(small_model(), tmp_path / "model.onnx", torch.randn(1, 4, 8, 8))
-    assert re.fullmatch(
-        r"export_onnx: .+ does not run with the example_inputs float32 \(1, 4, 8, 8\): the model was prepared for"
-        r" inputs with x\.shape\[1\] == 3, .+",
-        str(raised.value),
-    )
     assert not list(tmp_path.iterdir())
 
 
@@ -250,9 +217,9 @@ def test_metadata_are_json_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("metadata", "sentence"), [
-    ({"scale": np.ones(2)}, r"metadata\['scale'\] cannot be written as JSON \(Object of type ndarray is not JSON "),
-    ({"loss": float("nan")}, r"metadata\['loss'\] cannot be written as JSON \(Out of range float values are not "),
+    ({"scale": np.ones(2)}, r"'scale'\] cannot be written as JSON \(Object of type ndarray is not JSON "),
+    ({"loss": float("nan")}, r"'loss'\] cannot be written as JSON \(Out of range float values are not "),
 ])  # fmt: skip
 def test_metadata_that_json_cannot_write_are_refused(tmp_path: Path, metadata: Any, sentence: str) -> None:
-    with pytest.raises(TypeError, match=f"^export_onnx: {sentence}"):
+    with pytest.raises(TypeError, match=rf"^export_onnx: metadata\[{sentence}"):
         qat.export_onnx(nn.Identity(), tmp_path / "x.onnx", torch.zeros(1), metadata=metadata)

@@ -1,6 +1,7 @@
 """Export of every kind of layer, prepared or written by the user: integers in the file, equal answers."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ def quantized(net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = N
 
 
 def exported(path: Path, net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = None) -> nn.Module:
-    """Writes the file of the model, and returns the model."""
     model = quantized(net, inputs, recipe)
     qat.export_onnx(model, path, inputs)
     return model
@@ -89,19 +89,11 @@ def assert_file_is_in_integers(path: Path, model: nn.Module, floats: frozenset[t
 
 
 def same_integers(array: np.ndarray[Any, Any], codes: np.ndarray[Any, Any]) -> bool:
-    if array.shape == codes.shape:
-        return np.array_equal(array, codes)
-    # A transposed convolution with groups is stored with the channels first.
-    return np.array_equal(np.sort(array, axis=None), np.sort(codes, axis=None))
+    """A transposed convolution with groups is stored with the channels first."""
+    return np.array_equal(*(each if array.shape == codes.shape else np.sort(each, None) for each in (array, codes)))
 
 
-def assert_exports(
-    path: Path,
-    net: nn.Module,
-    inputs: Inputs,
-    recipe: qat.QuantRecipe | None = None,
-    floats: frozenset[tuple[int, ...]] = frozenset(),
-) -> nn.Module:
+def assert_exports(path, net, inputs, recipe=None, floats=frozenset()) -> nn.Module:
     """Export; the answers are equal for three batch sizes, and so are the integers of every quantizer."""
     model = exported(path, net, inputs, recipe)
     assert_file_is_in_integers(path, model, floats)
@@ -191,16 +183,15 @@ def self_attention(form: str) -> nn.Module:
     return Plain(lambda self, x: self.attend(x, x, x, need_weights=False)[0], attend=attend)
 
 
-def bilinear(form: str) -> nn.Module:
-    return Plain(lambda self, x, y: self.pair(x, y), pair=layer_class(form, "Bilinear")(4, 5, 3))
-
-
 LOOKUPS = {"words": torch.tensor([[3, 0, 7, 1, 10], [8, 2, 0, 2, 5], [5, 4, 4, 9, 0]]), "weights": draw(3, 5).abs()}
 PADDING = torch.tensor([[False, False, True], [False, True, True], [False, False, False]])
 LAYERS: dict[str, tuple[Callable[[str], nn.Module], Inputs]] = {
     "convolutions": (convolutions, {"signal": draw(3, 3, 7), "image": draw(3, 3, 5, 6), "volume": draw(3, 3, 4, 4, 4)}),
     "linear layers and look-ups": (linear_and_lookups, LOOKUPS),
-    "bilinear": (bilinear, {"x": draw(3, 4), "y": draw(3, 5, seed=1)}),
+    "bilinear": (
+        lambda form: Plain(lambda self, x, y: self.pair(x, y), pair=layer_class(form, "Bilinear")(4, 5, 3)),
+        {"x": draw(3, 4), "y": draw(3, 5, seed=1)},
+    ),
     # The padding is left out whatever the size of the batch.
     "padded bags": (padded_bags, {"words": torch.tensor([[3, 2, 7, 1], [8, 2, 0, 2], [5, 2, 4, 9]])}),
     "recurrent": (lambda form: recurrent(form, False, True, 2), {"x": draw(3, 3, 5)}),
@@ -251,11 +242,11 @@ def test_a_file_does_not_claim_a_free_number_of_steps(tmp_path: Path) -> None:
 
 def test_batch_norms_fold_into_grouped_transposed_convolutions(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential()
-    net.up, net.norm1, net.relu = nn.ConvTranspose2d(4, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU()
-    net.grouped, net.norm2 = nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False), nn.BatchNorm2d(6)
+    up, grouped = nn.ConvTranspose2d(4, 4, 3, stride=2), nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False)
+    norms = nn.BatchNorm2d(4), nn.BatchNorm2d(6)
+    net = nn.Sequential(OrderedDict(up=up, norm1=norms[0], relu=nn.ReLU(), grouped=grouped, norm2=norms[1]))
     with torch.no_grad():
-        for norm in (net.norm1, net.norm2):
+        for norm in norms:
             norm.weight.copy_(torch.linspace(-1.5, 1, norm.num_features))
             norm.weight[2] = 0
             norm.bias.normal_()
@@ -308,10 +299,8 @@ def test_a_text_encoder_with_a_padding_mask(tmp_path: Path) -> None:
     words = torch.randint(1, 12, (4, 6))
     words[::2, -2:] = 0
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2, None, False)
-    net = Plain(
-        lambda self, words, padding: self.head(self.encoder(self.embed(words), src_key_padding_mask=padding).mean(1)),
-        embed=nn.Embedding(12, 16), encoder=encoder, head=nn.Linear(16, 3),
-    )  # fmt: skip
+    parts = {"embed": nn.Embedding(12, 16), "encoder": encoder, "head": nn.Linear(16, 3)}
+    net = Plain(lambda self, words, padding: self.head(self.encoder(self.embed(words), None, padding).mean(1)), **parts)
     path = tmp_path / "model.onnx"
     model = assert_exports(path, net, {"words": words, "padding": words == 0})
     assert not {"Gemm", "MatMul", "FusedMatMul"} & set(optimized_operators(path))

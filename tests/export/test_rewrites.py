@@ -1,6 +1,7 @@
 """What is rewritten for ONNX Runtime: clips of integers, barriers around layers in float, the order of sums."""
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,15 @@ from qat.training.config.schema import RunConfig
 from qat.training.run.logging import RunLog
 from qat.training.run.proof import Proof, export_and_prove
 from tests.export.test_export_layers import quantized
-from tests.references.prepared_case import Plain
+from tests.references.prepared_case import Plain, draw
 
 
 def exported(act: nn.Module, bits: int, path: Path, share: float = 1.0) -> tuple[nn.Module, Tensor]:
     """Two convolutions with a clip between them, whose grid ends at this share of what calibration found."""
-
     torch.manual_seed(0)
     x = 6 * torch.randn(8, 3, 12, 12)
     layers = OrderedDict(first=nn.Conv2d(3, 8, 3), act=act, second=nn.Conv2d(8, 4, 3))
-    recipe = qat.QuantRecipe({"bits": bits}, {"bits": bits}, residual_bits=bits)
-    model = quantized(nn.Sequential(layers), x, recipe)
+    model = quantized(nn.Sequential(layers), x, qat.QuantRecipe({"bits": bits}, {"bits": bits}, residual_bits=bits))
     with torch.no_grad():
         for each in model.modules():
             if isinstance(each, qat.Quantizer) and each.role == "activation":
@@ -54,11 +53,12 @@ def clips(path: Path) -> Counter[str]:
     (2, nn.Hardtanh(0.5, 2.0), 0.5),
 ], ids=str)  # fmt: skip
 def test_the_integers_are_clipped(bits: int, act: nn.Module, share: float, tmp_path: Path) -> None:
-    model, x = exported(act, bits, tmp_path / "model.onnx", share)
-    assert clips(tmp_path / "model.onnx")["floats"] == 0
-    found = compare_layers(tmp_path / "model.onnx", model, x)
+    path = tmp_path / "model.onnx"
+    model, x = exported(act, bits, path, share)
+    assert clips(path)["floats"] == 0
+    found = compare_layers(path, model, x)
     assert found and not any(each.differing for each in found), found
-    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).max_difference < 1e-5
+    assert qat.verify_onnx(path, model, [x]).max_difference < 1e-5
 
 
 GRAPH = """<ir_version: 10, opset_import: ["": 21]>
@@ -71,6 +71,7 @@ agraph (float[4, 2] x, float least) => (float[4, 2] y OTHER)
     y = DequantizeLinear<axis = 1>(codes, scale, POINT)
     MORE
 }"""
+DEFAULTS = {"OTHER": "", "LOW": "zero", "SCALE": "float scale = {0.5}", "POINT": "none", "MORE": ""}
 
 
 @pytest.mark.parametrize(("changes", "stays"), [
@@ -84,13 +85,7 @@ agraph (float[4, 2] x, float least) => (float[4, 2] y OTHER)
 ], ids=str)  # fmt: skip
 def test_a_clip_stays_where_more_than_one_grid_would_change(changes: dict[str, str], stays: bool) -> None:
     text = GRAPH
-    for name, default in {
-        "OTHER": "",
-        "LOW": "zero",
-        "SCALE": "float scale = {0.5}",
-        "POINT": "none",
-        "MORE": "",
-    }.items():
+    for name, default in DEFAULTS.items():
         text = text.replace(name, changes.get(name, default))
     proto = onnx.parser.parse_model(text)
     inputs = {"x": np.linspace(-3, 9, 8, dtype=np.float32).reshape(4, 2), "least": np.float32(0)}
@@ -131,40 +126,33 @@ def rows(forward: Any, layer: nn.Module, *shape: int) -> tuple[nn.Module, Tensor
     return Plain(forward, layer=layer, other=nn.Linear(16, 16), first=nn.Linear(12, 16)), torch.randn(8, *shape, 12)
 
 
-def cases() -> dict[str, tuple[nn.Module, Tensor]]:
-    torch.manual_seed(0)
-    return {
-        "conv": images(nn.Conv2d(8, 8, 3, padding=1)),
-        "pool, conv": images(nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(8, 8, 1))),
-        "depthwise": images(nn.Conv2d(8, 8, 3, padding=1, groups=8)),
-        "transposed": images(nn.ConvTranspose2d(8, 8, 3, padding=1)),
-        "linear": rows(beside, nn.Linear(16, 16, bias=False)),
-        "linear of tokens": rows(beside, nn.Linear(16, 16), 5),
-        "functional linear": rows(functional, nn.Linear(16, 16)),
-    }
+LAYERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "conv": lambda: images(nn.Conv2d(8, 8, 3, padding=1)),
+    "pool, conv": lambda: images(nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(8, 8, 1))),
+    "depthwise": lambda: images(nn.Conv2d(8, 8, 3, padding=1, groups=8)),
+    "transposed": lambda: images(nn.ConvTranspose2d(8, 8, 3, padding=1)),
+    "linear": lambda: rows(beside, nn.Linear(16, 16, bias=False)),
+    "linear of tokens": lambda: rows(beside, nn.Linear(16, 16), 5),
+    "functional linear": lambda: rows(functional, nn.Linear(16, 16)),
+}
 
 
 @pytest.mark.parametrize(("case", "target"), [
-    *((case, "onnxruntime") for case in cases()),
+    *((case, "onnxruntime") for case in LAYERS),
     ("depthwise", "openvino"),
     ("conv", "tensorrt"),
     ("linear", "tensorrt"),
+    ("conv", "put in after prepare"),
 ])  # fmt: skip
-def test_a_layer_in_float_stays_float(case: str, target: str, tmp_path: Path) -> None:
+def test_a_layer_in_float_stays_float(case: str, target: Any, tmp_path: Path) -> None:
     """In a default session with all its optimisations, on the same integers; those of its neighbours stay integer."""
-    net, x = cases()[case]
-    model = qat.prepare(net, qat.QuantRecipe(target=target, overrides={"layer": {"skip": True}}), x)
-    check_float(model, x, tmp_path / "model.onnx", layers=2 if x.dim() == 4 and target != "tensorrt" else 0)
-
-
-def test_a_float_layer_that_was_put_in_after_prepare(tmp_path: Path) -> None:
-    net, x = cases()["conv"]
-    model = qat.prepare(net, qat.QuantRecipe(), x)
-    model.set_submodule("layer", net.get_submodule("layer"))
-    check_float(model, x, tmp_path / "model.onnx", layers=2)
-
-
-def check_float(model: nn.Module, x: Tensor, path: Path, layers: int) -> None:
+    torch.manual_seed(0)
+    (net, x), path = LAYERS[case](), tmp_path / "model.onnx"
+    if target == "put in after prepare":
+        model = qat.prepare(net, example_inputs=x)
+        model.set_submodule("layer", net.get_submodule("layer"))
+    else:
+        model = qat.prepare(net, qat.QuantRecipe(target=target, overrides={"layer": {"skip": True}}), x)
     qat.calibrate(model, [x])
     with torch.no_grad():  # one channel is far larger: on a grid of the whole tensor little is left of the others
         for name, weight in model.named_parameters():
@@ -174,7 +162,7 @@ def check_float(model: nn.Module, x: Tensor, path: Path, layers: int) -> None:
     found = compare_layers(path, model, x)
     assert found and not any(each.beyond_ties for each in found), found
     assert qat.verify_onnx(path, model, [x]).agreement == 1
-    assert optimized_operators(path)["QLinearConv"] >= layers
+    assert optimized_operators(path)["QLinearConv"] >= (2 if x.dim() == 4 and target != "tensorrt" else 0)
 
 
 def test_a_layer_without_a_grid_in_front_of_it_needs_no_barrier(tmp_path: Path) -> None:
@@ -196,13 +184,19 @@ PARTS = {"stem": nn.Conv2d(3, 8, 1), "first": nn.Conv2d(8, 8, 3, padding=1), "la
 SUMS = Plain(block, **PARTS, between=nn.Conv2d(8, 8, 1))
 
 
-def test_a_sum_that_ends_on_few_bits_is_added_as_torch_adds(tmp_path: Path) -> None:
+def with_ties(x: Tensor, unit: float = 0.01, recipe: qat.QuantRecipe | None = None) -> nn.Module:
+    """Where (m + 3 n) units lie on a tie of 2 units for every other pair of integers."""
     torch.manual_seed(0)
-    x, path = torch.randn(16, 3, 16, 16), tmp_path / "model.onnx"
-    model = quantized(SUMS, x, qat.QuantRecipe({"bits": 3}, {"bits": 3}, first_bits=8))
-    with torch.no_grad():  # 0.1 m + 0.3 n lies on a tie of 0.2 for every other pair of integers
-        for name, scale in (("stem_quantizer", 0.1), ("first_quantizer", 0.3), ("add_quantizer", 0.2)):
-            model.get_submodule(name).scale.fill_(scale)
+    model = quantized(SUMS, x, recipe)
+    with torch.no_grad():
+        for name, units in (("stem_quantizer", 1), ("first_quantizer", 3), ("add_quantizer", 2)):
+            model.get_submodule(name).scale.fill_(units * unit)
+    return model
+
+
+def test_a_sum_that_ends_on_few_bits_is_added_as_torch_adds(tmp_path: Path) -> None:
+    x, path = draw(16, 3, 16, 16), tmp_path / "model.onnx"
+    model = with_ties(x, 0.1, qat.QuantRecipe({"bits": 3}, {"bits": 3}, first_bits=8))
     qat.export_onnx(model, path, x)
     assert qat.verify_onnx(path, model, [x]).max_difference < 1e-6
     proto = onnx.load(path)
@@ -214,43 +208,30 @@ def test_a_sum_that_ends_on_few_bits_is_added_as_torch_adds(tmp_path: Path) -> N
     assert qat.verify_onnx(path, model, [x]).max_difference > 1e-3  # else the sums above would prove nothing
 
 
-def _with_ties(x: torch.Tensor) -> torch.nn.Module:
-    """8 bits, where 0.1 m + 0.3 n lies on a tie of 0.2 for every other pair of integers."""
-    torch.manual_seed(0)
-    model = quantized(SUMS, x)
-    with torch.no_grad():
-        for name, scale in (("stem_quantizer", 0.01), ("first_quantizer", 0.03), ("add_quantizer", 0.02)):
-            model.get_submodule(name).scale.fill_(scale)
-    return model
-
-
 def test_a_sum_on_a_far_finer_grid_does_not_overflow(tmp_path: Path) -> None:
     """As too wide a step of an optimizer leaves it: all values of one operand are 0."""
-    torch.manual_seed(0)
-    x, path = torch.randn(16, 3, 16, 16), tmp_path / "model.onnx"
-    model = _with_ties(x)
+    x, path = draw(16, 3, 16, 16), tmp_path / "model.onnx"
+    model = with_ties(x)
     with torch.no_grad():
         model.get_submodule("first_quantizer").scale.fill_(1e8)
     qat.export_onnx(model, path, x)
     assert not any(layer.beyond_ties for layer in compare_layers(path, model, x))
 
 
-def test_all_sums_are_exact_if_asked_for(tmp_path: Path) -> None:
-    x = torch.randn(16, 3, 16, 16)
-    model = _with_ties(x)
-    differences = []
-    for exact in (False, True):
-        path = tmp_path / f"{exact}.onnx"
-        qat.export_onnx(model, path, x, exact_sums=exact)
-        differences.append(qat.verify_onnx(path, model, [x]).max_difference)
-        assert ("QLinearAdd" in optimized_operators(path)) is not exact
-    assert differences[0] > 1e-3 > 1e-5 > differences[1]
+@pytest.mark.parametrize("exact", [False, True])
+def test_all_sums_are_exact_if_asked_for(exact: bool, tmp_path: Path) -> None:
+    x, path = draw(16, 3, 16, 16), tmp_path / "model.onnx"
+    model = with_ties(x)
+    qat.export_onnx(model, path, x, exact_sums=exact)
+    difference = qat.verify_onnx(path, model, [x]).max_difference
+    assert difference < 1e-5 if exact else difference > 1e-3
+    assert ("QLinearAdd" in optimized_operators(path)) is not exact
 
 
 @pytest.mark.parametrize(("wanted", "exact"), [("auto", True), ("never", False), ("always", True)])
 def test_a_run_adds_exactly_where_sums_change_predictions(wanted, exact, tmp_path, capsys):
     x = torch.randn(16, 3, 16, 16)
-    model, config = _with_ties(x), RunConfig(export={"exact_sums": wanted})
+    model, config = with_ties(x), RunConfig(export={"exact_sums": wanted})
     batches = [(x, model(x).detach().argmax(1))]
     proof = export_and_prove(model, tmp_path / "model.onnx", x, batches, config, {}, RunLog(tmp_path))
     assert (proof.results["agreement"] == 1) is exact
@@ -269,7 +250,7 @@ def test_exact_sums_that_change_nothing_are_not_taken(second, tmp_path, monkeypa
 
     monkeypatch.setattr("qat.training.run.proof.prove", prove)
     x = torch.randn(4, 3, 8, 8)
-    proof = export_and_prove(_with_ties(x), tmp_path / "model.onnx", x, [], RunConfig(), {}, RunLog(tmp_path))
+    proof = export_and_prove(with_ties(x), tmp_path / "model.onnx", x, [], RunConfig(), {}, RunLog(tmp_path))
     assert proof.results["agreement"] == 0.9 and "QLinearAdd" in optimized_operators(tmp_path / "model.onnx")
     said = f"sums stay integer ones: 90.00 % equal predictions, {100 * second:.2f} % with exact sums"
     assert said in capsys.readouterr().out

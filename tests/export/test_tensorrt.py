@@ -17,34 +17,30 @@ from torch import Tensor, nn
 import qat
 from qat.export import compare_layers, lint_onnx
 from tests.export.test_export_layers import quantized
+from tests.references.prepared_case import Plain
 
 OUTPUT_CHANNELS = {"Conv": 0, "ConvTranspose": 1, "Gemm": -1, "MatMul": -1}
 """The axis of an operator's weight that may have a scale for each of its elements."""
 
 
-class Net(nn.Module):
+def forward(self: Any, x: Tensor) -> Tensor:
     """A sum, a downsample, a float layer, depthwise and transposed convolutions, linear layers of rows and tokens."""
+    x = self.norm(self.stem(x)).relu()
+    x = self.left_in_float(x) + self.deep(x)
+    x = nn.functional.max_pool2d(self.up(x.relu()).relu(), 2)
+    return self.head(self.tokens(x.flatten(2).transpose(1, 2)).relu().mean(1))  # type: ignore[no-any-return]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8)
-        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.left_in_float = nn.Conv2d(8, 8, 1)
-        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
-        self.tokens, self.head = nn.Linear(8, 6), nn.Linear(6, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(x)).relu()
-        x = self.left_in_float(x) + self.deep(x)
-        x = nn.functional.max_pool2d(self.up(x.relu()).relu(), 2)
-        return self.head(self.tokens(x.flatten(2).transpose(1, 2)).relu().mean(1))
+CONVS = {"stem": nn.Conv2d(3, 8, 3, stride=2), "deep": nn.Conv2d(8, 8, 3, padding=1, groups=8)}
+OTHERS = {"norm": nn.BatchNorm2d(8), "left_in_float": nn.Conv2d(8, 8, 1), "up": nn.ConvTranspose2d(8, 8, 2, stride=2)}
+NET = Plain(forward, **CONVS, **OTHERS, tokens=nn.Linear(8, 6), head=nn.Linear(6, 5))
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Tensor, Path]:
     torch.manual_seed(0)
     x, path = torch.randn(16, 3, 13, 13), tmp_path_factory.mktemp("tensorrt") / "model.onnx"
-    model = quantized(Net(), x, qat.QuantRecipe(target="tensorrt", overrides={"left_in_float": {"skip": True}}))
+    model = quantized(NET, x, qat.QuantRecipe(target="tensorrt", overrides={"left_in_float": {"skip": True}}))
     qat.export_onnx(model, path, x)
     return model, x, path
 
@@ -102,7 +98,7 @@ def test_few_bits_are_neither_packed_nor_clipped_as_integers(tmp_path: Path) -> 
     torch.manual_seed(0)
     x, path = 3 * torch.randn(16, 3, 13, 13), tmp_path / "model.onnx"
     overrides = {"*": {"weight": {"bits": 4}, "activation": {"bits": 3}}, "left_in_float": {"skip": True}}
-    model = quantized(Net(), x, qat.QuantRecipe(target="tensorrt", overrides=overrides))
+    model = quantized(NET, x, qat.QuantRecipe(target="tensorrt", overrides=overrides))
     qat.export_onnx(model, path, x)
     graph = onnx.load(path).graph
     kinds = {tensor.data_type for tensor in graph.initializer}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import qat
 from qat.export.onnxruntime.verification import compare_layers
+from tests.export.test_export_layers import quantized
+from tests.references.prepared_case import Plain, draw
 
 Between = Callable[[Tensor, Tensor], Tensor]
 
@@ -39,26 +42,14 @@ FIXED: dict[str, Between] = {
 """Where another size is another model."""
 
 
-class Model(nn.Module):
-    """Two maps and a reader of what is computed of them."""
-
-    def __init__(self, between: Between) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, padding=1)
-        self.last, self.between = nn.Conv2d(8, 4, 1), between
-
-    def forward(self, x: Tensor) -> Tensor:
+def prepared(between: Between) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
         a = self.first(x).relu()
         b = self.second(a).relu()
-        return self.last(self.between(a, b))
+        return self.last(between(a, b))  # type: ignore[no-any-return]
 
-
-def prepared(between: Between) -> nn.Module:
-    torch.manual_seed(0)
-    x = torch.randn(4, 3, 16, 16)
-    model = qat.prepare(Model(between), example_inputs=x)
-    qat.calibrate(model, [x])
-    return model.eval()
+    layers = {"first": nn.Conv2d(3, 8, 3, padding=1), "second": nn.Conv2d(8, 8, 3, stride=2, padding=1)}
+    return quantized(Plain(forward, **layers, last=nn.Conv2d(8, 4, 1)), draw(4, 3, 16, 16))
 
 
 @pytest.mark.parametrize("name", [*FREE, *FIXED])
@@ -73,11 +64,12 @@ def test_evaluation_without_gradients_is_that_with_them(name: str) -> None:
         torch.testing.assert_close(qat.convert(model, "reference")(x), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", ["a skip's size", "a ratio", "only its size", "slices of chunks", "average", "maximum", "layer norm"]
-)
+WRITTEN = ["a skip's size", "a ratio", "only its size", "slices of chunks", "average", "maximum", "layer norm"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_file_answers_as_the_model(name: str, tmp_path: Path) -> None:
     model, x = prepared((FREE | FIXED)[name]), torch.randn(2, 3, 16, 16)
-    qat.export_onnx(model, tmp_path / "model.onnx", x)
-    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).max_difference < 1e-5
-    assert not any(each.differing for each in compare_layers(tmp_path / "model.onnx", model, x))
+    qat.export_onnx(model, path := tmp_path / "model.onnx", x)
+    assert qat.verify_onnx(path, model, [x]).max_difference < 1e-5
+    assert not any(each.differing for each in compare_layers(path, model, x))

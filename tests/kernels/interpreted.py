@@ -130,7 +130,6 @@ def compare_norm(y: Tensor, grad: Tensor, grid: chains.Grid, follows: bool, move
 
 
 def compare_sum(a: Tensor, b: Tensor, grad: Tensor, grid: chains.Grid) -> None:
-    """Of two tensors on grids."""
     codes = [(each.float() * 4).round().clamp(-128, 127) for each in (a, b)]
     a, b = (each.div(4).to(grad.dtype) for each in codes)
     wanted, near = expected(a.double() + b.double(), grid)

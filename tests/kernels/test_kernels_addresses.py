@@ -81,7 +81,7 @@ def test_every_operator_checks_what_it_is_given() -> None:
     y, channels, codes = numbered(2, 8, 3, 3), numbered(8), torch.zeros(2, 8, 3, 3, dtype=torch.uint8)
     four, numbers = numbered(4), torch.tensor([0.1, 3.0])
     norm = [channels, channels, channels, channels]
-    window, clip = [2, 2, 1, 1, 0, 0, 1, 1, 0], [0.0, 6.0]
+    window, clip, weight = [2, 2, 1, 1, 0, 0, 1, 1, 0], [0.0, 6.0], numbered(4, 8, 1, 1)
     calls = [
         lambda: statistics(y, 1e-5, (four, channels), 0.1),
         lambda: statistics(y, 1e-5, (channels, four[:1].expand(8)), 0.1),
@@ -103,9 +103,7 @@ def test_every_operator_checks_what_it_is_given() -> None:
         lambda: max_pool_codes(codes.float(), window),
         lambda: max_pool_codes_backward(y, codes, 3, 3, window[:6]),
         lambda: max_pool_codes_backward(y, codes, 3, 3, [2, 2, 0, 1, *window[4:]]),
-        lambda: codes_product(
-            codes, numbers, numbered(4, 8, 1, 1), [four, four[:2], None], LEVELS, None, [1, 1, 0, 0, 1, 1, 1], 0
-        ),
+        lambda: codes_product(codes, numbers, weight, [four, four[:2], None], LEVELS, None, [1, 1, 0, 0, 1, 1, 1], 0),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"^[^.]+ (should be|takes) .*, not |shorter than argument"):

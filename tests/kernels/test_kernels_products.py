@@ -91,9 +91,7 @@ def test_a_kind_that_is_wrong_is_not_used(wrong: str, monkeypatch: pytest.Monkey
         ((8, 3, 160), (8, 3, 9), 1, 0.0, "Conv2d, and it has 1 axes"),
     ],
 )
-def test_when_integers_pay(
-    shape: tuple[int, ...], weight: tuple[int, ...], groups: int, zero: float, fact: str | None
-) -> None:
+def test_when_integers_pay(shape, weight, groups, zero, fact):
     geometry = Geometry(*([1] * (len(shape) - 2) for _ in range(3)), groups)  # type: ignore[call-arg, arg-type]
     found = geometry.integers_refusal(torch.Size(shape), torch.Size(weight), zero)
     assert found is None if fact is None else found is not None and fact in found

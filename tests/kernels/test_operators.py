@@ -238,8 +238,6 @@ def test_masked_scores(ops: Any) -> None:
     assert probabilities[0].isnan().all() and probabilities[1].tolist() == [0.0, 1.0, 0.0] and qparams[0].isnan()
 
 
-# ---- pools ----
-
 WINDOWS: dict[str, list[int]] = {  # kernel, stride, padding, dilation, ceil_mode
     "2x2": [2, 2, 2, 2, 0, 0, 1, 1, 0],
     "3x3": [3, 3, 2, 2, 1, 1, 1, 1, 0],

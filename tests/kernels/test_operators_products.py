@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from qat.codes.operators.geometry import Geometry
-from tests.references.cases_kernels import (
-    GRIDS,
-    Quantized,
-    dense,
-    draw,
-    draw_codes,
-    near,
-    ops,
-    steps_of,
-    weight_of,
-)
+from tests.references.cases_kernels import GRIDS, Quantized, dense, draw, draw_codes, near, ops, steps_of, weight_of
 
 __all__ = ["ops"]  # a fixture
 
@@ -68,7 +58,6 @@ def on_grid(weight: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def case(name: str, nearest: tuple[bool, bool] = (False, False), **kind: bool) -> tuple[Tensor, Any, Geometry]:
-    """Codes, a weight with its grid, and the geometry."""
     shape = SHAPES[name]
     weight, *rest = weight_of(*shape.weight, **kind)
     return arrange(draw_codes(*shape.x), nearest[0]), (arrange(weight, nearest[1]), *rest), shape.geometry
@@ -82,14 +71,13 @@ def test_products(name: str, per_row: bool, nearest: tuple[bool, bool], ops: Any
     x, values = (codes.double() - ZERO) * STEP, on_grid(weight)[0]
     terms = geometry.multiply(x.abs(), values.abs(), None)
     in_float = geometry.multiply((codes - ZERO) * STEP, weight[0], None)
+    strides = dense(in_float.contiguous(memory_format=geometry.layout(codes, weight[0])))
     for bias in (None, draw(len(values))):
         expected = geometry.multiply(x, values, None if bias is None else bias.double())
         for batch_factor in (0, 1, 1000):
             found = ops.codes_product(codes, QPARAMS, *weight, bias, geometry.packed(), batch_factor)
             near(found, expected, 3e-6 * terms)
-            assert found.dtype == torch.float32 and dense(found) == dense(in_float.contiguous(
-                memory_format=geometry.layout(codes, weight[0])
-            ))  # fmt: skip
+            assert found.dtype == torch.float32 and dense(found) == strides
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])

@@ -51,9 +51,7 @@ def test_the_emulation_is_what_onednn_returns(name: str, zero: float, biased: bo
 
 
 @pytest.mark.parametrize("asked", ["vnni", "no-vnni"])
-def test_each_kind_can_be_asked_for(
-    asked: str, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_kind_can_be_asked_for(asked, untried, monkeypatch, caplog):
     monkeypatch.setenv(processor.VARIABLE, asked)
     with caplog.at_level(logging.INFO, "qat.kernels"):
         found = {kind: onednn.are_exact(kind) for kind in onednn.KINDS}
@@ -63,9 +61,7 @@ def test_each_kind_can_be_asked_for(
     assert caplog.messages == said.get(asked, [] if onednn.is_exact_natively() else emulated)
 
 
-def test_without_vnni_one_calm_line_says_so(
-    untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_vnni_one_calm_line_says_so(untried, monkeypatch, caplog):
     monkeypatch.delenv(processor.VARIABLE, raising=False)
     exact = onednn._emulated_convolution
     monkeypatch.setattr(onednn, "_convolution", lambda *given: exact(*given).clamp(-30000, 30000))

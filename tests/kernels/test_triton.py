@@ -86,9 +86,7 @@ def test_they_are_built_for_a_card_with_wide_accesses(name: str, last: bool, dty
 
 
 @pytest.mark.parametrize("off", [False, True])
-def test_where_they_do_not_run_the_formula_does_and_the_log_says_why(
-    off: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_they_do_not_run_the_formula_does_and_the_log_says_why(off, monkeypatch, caplog):
     def refuse(*_: object) -> None:
         raise RuntimeError("no such card")
 

@@ -42,7 +42,7 @@ def test_one_sample_without_a_batch(layers, axes, processor, monkeypatch):
     if processor:
         monkeypatch.setenv("QAT_PROCESSOR", processor)
     torch.manual_seed(0)
-    net = nn.Sequential(*layers()).eval()
+    net = nn.Sequential(*layers())
     x = torch.randn({nn.Linear: (2, 16), nn.Conv1d: (2, 3, 16)}.get(type(net[0]), (2, 3, 16, 16)))
     x = x[0] if axes == "one" else x
     model: Any = quantized(net, x)
@@ -58,7 +58,8 @@ def test_one_sample_without_a_batch(layers, axes, processor, monkeypatch):
     *(lambda mode=mode: nn.Conv2d(16, 16, 3, padding=1, padding_mode=mode) for mode in MODES),
     lambda: nn.Conv2d(16, 16, 4, padding="same"),
     lambda: nn.ConvTranspose2d(16, 16, 2, 2),
-], ids=[*MODES, "even", "transposed"])  # fmt: skip
+    lambda: OwnConv2d(16, 16, 3),  # a twin of one's own computes as it says
+], ids=[*MODES, "even", "transposed", "own"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any) -> None:
     torch.manual_seed(0)
@@ -73,13 +74,6 @@ def test_a_bilinear_layer_sums_integers() -> None:
     model: Any = qat.prepare(Plain(lambda self, a, b: self.both(a, b), both=nn.Bilinear(5, 6, 4)), example_inputs=pair)
     qat.calibrate(model, [(pair,)])
     assert torch.equal(qat.convert(model.eval(), "reference")(*pair), model(*pair))
-
-
-def test_a_twin_of_ones_own_computes_as_it_says() -> None:
-    x = torch.randn(4, 3, 8, 8)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), OwnConv2d(16, 8, 3))
-    model = quantized(net, x)
-    assert torch.equal(qat.convert(model)(x), plainly(model, x))
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
@@ -120,12 +114,10 @@ def test_integers_are_saved_and_loaded_by_torch_alone(tmp_path: Path) -> None:
     files = [str(tmp_path / f"{number}.pt2") for number in range(len(made))]
     for converted, file in zip(made, files, strict=True):
         torch.export.save(torch.export.export(converted, (x,)), file)
-    ends = str(tmp_path / "ends.safetensors")
-    save_file({"x": x}, ends)
+    save_file({"x": x}, ends := str(tmp_path / "ends.safetensors"))
     subprocess.run([sys.executable, "-c", LOADED, ends, *files], check=True)
     found = load_file(ends)
-    for number, converted in enumerate(made):
-        assert torch.equal(found[str(number)], converted(x))
+    assert all(torch.equal(found[str(number)], converted(x)) for number, converted in enumerate(made))
     assert torch.equal(found["0"], plainly(model, x))
     assert (found["1"] - plainly(model, x)).abs().max() < 0.05
 

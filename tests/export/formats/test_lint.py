@@ -12,10 +12,12 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper, parser
+from torch import nn
 
 import qat
 from qat.export import lint_onnx, optimized_operators
 from qat.export.lint.rules import PROFILES, RULES
+from tests.export.test_export_layers import exported
 
 X = "q = QuantizeLinear(x, xs, xz) d = DequantizeLinear(q, xs, xz)"
 W = "dw = DequantizeLinear<axis = 0>(w, ws, wz)"
@@ -255,8 +257,7 @@ def test_openvino_computes_in_float_exactly_where_a_rule_says_so(name: str, tmp_
 
 def test_a_uint8_weight_without_zero_point_is_not_compiled(tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
-    changed = {"w": UNSIGNED, "wz": np.zeros(8, np.uint8)}
-    path = written(f"{CONV} {Y}", changed, tmp_path / "model.onnx")
+    path = written(f"{CONV} {Y}", {"w": UNSIGNED, "wz": np.zeros(8, np.uint8)}, tmp_path / "model.onnx")
     assert found(path, "openvino") == {"unsigned-weight"}
     with pytest.raises(RuntimeError):
         openvino.Core().compile_model(path, "CPU")
@@ -275,14 +276,11 @@ def test_a_product_of_any_number_of_rows_stays_in_integers(tmp_path: Path) -> No
 def test_a_model_of_the_rooms_own_is_clean_for_its_target(tmp_path: Path) -> None:
     """But for the grids of `qnnpack`, which ONNX Runtime's XNNPACK provider does not multiply."""
     torch.manual_seed(0)
-    nn = torch.nn
-    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-    net = nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU(), second, nn.ReLU6(), nn.Flatten(), nn.Linear(128, 5)).eval()
-    images = torch.randn(2, 3, 8, 8)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU6()]
+    net, images = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 5)), torch.randn(2, 3, 8, 8)
     for runtime, target in PROFILES.items():
-        model, path = qat.prepare(net, qat.QuantRecipe(target=target), images), tmp_path / f"{target}.onnx"
-        qat.calibrate(model, [images])
-        qat.export_onnx(model.eval(), path, images)
+        path = tmp_path / f"{target}.onnx"
+        exported(path, net, images, qat.QuantRecipe(target=target))
         assert found(path, runtime) == ({"xnnpack-types"} if runtime == "xnnpack" else set())
 
 
@@ -317,10 +315,11 @@ def test_every_rule_is_of_a_runtime_and_has_a_source() -> None:
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("no model")
-    with pytest.raises(ValueError, match=r"^lint_onnx: '.+text\.onnx' is not read as ONNX: "):
-        lint_onnx(tmp_path / "text.onnx", "tensorrt")
     (tmp_path / "empty.onnx").touch()
-    with pytest.raises(ValueError, match=r"^lint_onnx: '.+empty\.onnx' is not an ONNX file, or one without operators$"):
-        lint_onnx(tmp_path / "empty.onnx", "tensorrt")
-    with pytest.raises(ValueError, match=r"^lint_onnx: runtime must be one of onnxruntime, .+, xnnpack, got 'a'$"):
-        lint_onnx(tmp_path / "empty.onnx", "a")
+    for name, runtime, said in (
+        ("text", "tensorrt", r"'.+text\.onnx' is not read as ONNX: "),
+        ("empty", "tensorrt", r"'.+empty\.onnx' is not an ONNX file, or one without operators$"),
+        ("empty", "a", r"runtime must be one of onnxruntime, .+, xnnpack, got 'a'$"),
+    ):
+        with pytest.raises(ValueError, match=f"^lint_onnx: {said}"):
+            lint_onnx(tmp_path / f"{name}.onnx", runtime)

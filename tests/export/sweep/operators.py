@@ -87,15 +87,8 @@ def pools(rank: int) -> list[str]:
     kernels = ("2", "3, 2, 1", "3, 2", *(["4, 3, 2"] if rank < 3 else []), "2, 1, 1")  # in 3-d ONNX's sizes are others
     for kernel, ceil, counted in itertools.product(kernels, *options.values()):
         found.append(f"F.avg_pool{rank}d(x, {kernel}, ceil_mode={ceil}, count_include_pad={counted})")
-    for rest in (
-        "3",
-        "3, 2, 1",
-        "2, ceil_mode=True",
-        "3, 2, 1, ceil_mode=True",
-        "3, 1, 1, dilation=2",
-        "2, 3, dilation=2",
-    ):
-        found.append(f"F.max_pool{rank}d(x, {rest})")
+    others = ("3", "3, 2, 1", "2, ceil_mode=True", "3, 2, 1, ceil_mode=True", "3, 1, 1, dilation=2", "2, 3, dilation=2")
+    found += [f"F.max_pool{rank}d(x, {rest})" for rest in others]
     found += [f"F.adaptive_avg_pool{rank}d(x, {size})" for size in (1, 2, 3)]
     found += [f"F.adaptive_max_pool{rank}d(x, {size})" for size in (1, 2)]
     if rank > 1:
@@ -106,11 +99,8 @@ def pools(rank: int) -> list[str]:
 def pads(rank: int) -> list[str]:
     """Paddings in every mode, symmetric, uneven and negative."""
     even, uneven, less = "1, 1, " * rank, "2, 1, " + "0, 2, " * (rank - 1), "-1, 1, " + "0, 0, " * (rank - 1)
-    found = [
-        f"F.pad(x, ({sides}), mode={mode!r})"
-        for sides in (even, uneven)
-        for mode in ("constant", "reflect", "replicate", "circular")
-    ]
+    modes = ("constant", "reflect", "replicate", "circular")
+    found = [f"F.pad(x, ({sides}), mode={mode!r})" for sides in (even, uneven) for mode in modes]
     return [*found, f"F.pad(x, ({less}))", f"F.pad(x, ({even}), value=0.3)", "F.pad(x, (0, 1), value=-0.5)"]
 
 
@@ -120,17 +110,12 @@ def sizes(rank: int) -> list[str]:
     area = ["area"] if rank < 3 else []  # torch.onnx has no 3-d adaptive average
     modes = ["nearest", "nearest-exact", *area, linear, *(["bicubic"] if rank == 2 else [])]
     up, down = str(tuple((13, 10, 9)[:rank])), str(tuple((3, 4, 5)[:rank]))
+    factors = ["scale_factor=2", "scale_factor=0.6", f"scale_factor={(1.7, 2.3, 1.5)[:rank]}"]
     found = []
     for mode in modes:
-        for to in (
-            f"size={up}",
-            f"size={down}",
-            "scale_factor=2",
-            "scale_factor=0.6",
-            f"scale_factor={(1.7, 2.3, 1.5)[:rank]}",
-        ):
-            aligned = ("", ", align_corners=True") if "linear" in mode or mode == "bicubic" else ("",)
-            found += [f"F.interpolate(x, {to}, mode={mode!r}{align})" for align in aligned]
+        aligned = ("", ", align_corners=True") if "linear" in mode or mode == "bicubic" else ("",)
+        for to, align in itertools.product((f"size={up}", f"size={down}", *factors), aligned):
+            found.append(f"F.interpolate(x, {to}, mode={mode!r}{align})")
         found.append(f"F.interpolate(x, scale_factor=1.7, mode={mode!r}, recompute_scale_factor=True)")
         if rank == 2 and mode in ("bilinear", "bicubic"):
             found += [f"F.interpolate(x, size={to}, mode={mode!r}, antialias=True)" for to in (up, down)]
@@ -139,7 +124,6 @@ def sizes(rank: int) -> list[str]:
 
 
 def norms(rank: int) -> list[str]:
-    """Norms of channels."""
     return [
         "nn.GroupNorm(2, 4)", "nn.GroupNorm(1, 4, eps=0.1)", "nn.GroupNorm(4, 4, affine=False)", "F.group_norm(x, 2)",
         f"nn.InstanceNorm{rank}d(4)", f"nn.InstanceNorm{rank}d(4, affine=True)", "F.instance_norm(x, eps=0.1)",

@@ -72,8 +72,6 @@ class Branches(nn.Module):
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with one operator."""
-
     source: str
     where: str
     wrong: LayerDifference
@@ -96,7 +94,6 @@ def learned(model: nn.Module, whole: bool) -> None:
 
 
 def prepared(sources: Sequence[str], shape: Sequence[int], grid: str, whole: bool) -> tuple[nn.Module, Tensor]:
-    """The operators' model with learned scales, and its inputs."""
     x = torch.randn(8, *shape[1:])
     model = qat.prepare(Branches(sources, shape).eval(), GRIDS[grid], x)
     qat.calibrate(model, [x])
@@ -105,7 +102,6 @@ def prepared(sources: Sequence[str], shape: Sequence[int], grid: str, whole: boo
 
 
 def keep(read: dict[str, Tensor], name: str, module: nn.Module, args: tuple[Tensor]) -> None:
-    """A hook that notes what a module reads."""
     read[name] = args[0]
 
 

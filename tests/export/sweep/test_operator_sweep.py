@@ -5,7 +5,9 @@ session, and without them. What differs by more than near-ties is wrong.
 """
 
 import itertools
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch import nn
 import qat
 from tests.export.sweep.operators import CHOSEN, OPERATORS, REFUSED, Shape
 from tests.export.sweep.running import GRIDS, Branches, wrong
+from tests.export.test_export_layers import quantized
+from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -59,37 +63,23 @@ def test_all_operators_are_the_model(shape: Shape, sources: list[str], grid: str
 def test_what_cannot_be_written_is_refused_in_a_sentence(source: str, tmp_path: Path) -> None:
     shape = next(shape for shape, each in OPERATORS if each == source)
     x = torch.randn(8, *shape[1:])
-    model = qat.prepare(Branches([source], shape).eval(), example_inputs=x)
-    qat.calibrate(model, [x])
+    model = quantized(Branches([source], shape), x)
     with pytest.raises(ValueError, match="^export_onnx: .*" + REFUSED[source]):
-        qat.export_onnx(model.eval(), tmp_path / "model.onnx", x)
+        qat.export_onnx(model, tmp_path / "model.onnx", x)
 
 
-class Pooled(nn.Sequential):
-    """A layer named `middle` between two convolutions."""
-
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Conv2d(3, 4, 1), middle, nn.Conv2d(4, 4, 1)
-
-
-class Resized(nn.Module):
-    def __init__(self, **options: object) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.interpolate(x, mode="bilinear", antialias=True, **self.options)
+def resized(**options: Any) -> nn.Module:
+    return Plain(lambda self, x: F.interpolate(x, mode="bilinear", antialias=True, **options))
 
 
 @pytest.mark.parametrize(("middle", "lost"), [
     (nn.AvgPool2d(2, divisor_override=3), "middle: torch.onnx loses divisor_override=3; multiply"),
-    (Resized(scale_factor=0.6), "torch.onnx loses scale.*; interpolate to a size"),
-    (Resized(size=3, align_corners=True), "torch.onnx loses align_corners=True"),
+    (resized(scale_factor=0.6), "torch.onnx loses scale.*; interpolate to a size"),
+    (resized(size=3, align_corners=True), "torch.onnx loses align_corners=True"),
 ])  # fmt: skip
 def test_an_option_that_the_exporter_loses_is_refused_by_name(middle: nn.Module, lost: str, tmp_path: Path) -> None:
     x = torch.randn(4, 3, 7, 9)
-    model = qat.prepare(Pooled(middle).eval(), example_inputs=x)
-    qat.calibrate(model, [x])
+    layers = OrderedDict(first=nn.Conv2d(3, 4, 1), middle=middle, last=nn.Conv2d(4, 4, 1))
+    model = quantized(nn.Sequential(layers), x)
     with pytest.raises(ValueError, match=f"^export_onnx: .*{lost}"):
-        qat.export_onnx(model.eval(), tmp_path / "model.onnx", x)
+        qat.export_onnx(model, tmp_path / "model.onnx", x)
