@@ -270,9 +270,3 @@ class FusedGraph(PreparedGraph):
         if reason not in self._engine_state.logged:
             self._engine_state.logged |= {reason}
             log.info("%s", reason)
-
-
-def evaluates_on_codes(model: nn.Module) -> bool:
-    """Whether the last evaluation of a model, or of a part of it, ran an integer program."""
-    states = (module._engine_state for module in model.modules() if isinstance(module, FusedGraph))
-    return any(state.evaluator is not None and state.evaluator.program is not None for state in states)

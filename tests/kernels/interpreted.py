@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.codes.graph import evaluates_on_codes
 from qat.codes.operators.add import _add_quantize_backward
 from qat.codes.operators.norm import _norm_quantize_backward, sizes_of
 from qat.functional.lsq import LSQFunction, LSQPlusFunction
 from qat.kernels import dispatch, plain_formulas
 from qat.kernels.triton import chains, quantizers
+from qat.training.loop.forward import _on_codes as evaluates_on_codes
 from tests.kernels import test_kernels_integers as integers
 
 CLIPS = ((-math.inf, math.inf), (0.0, math.inf), (0.0, 6.0))

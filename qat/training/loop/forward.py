@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qat.codes.graph import evaluates_on_codes
 from qat.collectives import largest, rank_count
 from qat.preparation.proof import check_parts
 from qat.preparation.replacements import is_watched, scalar_attributes
@@ -153,7 +152,7 @@ class EvaluationGraph:
         """The model's result, whose memory the next call writes again."""
         if self.layout is None and not is_watched(self.model):
             expected = self.model(images)
-            if evaluates_on_codes(self.model):  # few kernels, of integers that the next epoch has others of
+            if _on_codes(self.model):  # few kernels, of integers that the next epoch has others of
                 return expected
             self.layout = _layout(images)
             try:
@@ -180,6 +179,11 @@ class EvaluationGraph:
         self.images.copy_(images)
         self.graph.replay()
         return self.result
+
+
+def _on_codes(model: nn.Module) -> bool:  # not imported, since models do without qat.codes
+    states = (getattr(module, "_engine_state", None) for module in model.modules())
+    return any(state is not None and state.evaluator is not None and state.evaluator.program for state in states)
 
 
 def _layout(images: Tensor) -> Any:
