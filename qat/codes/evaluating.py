@@ -144,14 +144,14 @@ class Evaluator:
         return pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, result)
 
 
-def takes(given: list[Any]) -> bool:
+def takes(given: list[Any], device: torch.device) -> bool:
     """Whether programs take these inputs, besides what is asked of training on kernels.
 
     A CUDA graph would keep the integers that it was recorded with.
     """
     if torch.is_grad_enabled() or (any(x.is_cuda for x in given) and torch.cuda.is_current_stream_capturing()):
         return False
-    return all(type(x) is Tensor and (x.is_cpu or passes_values(x)) and x.numel() for x in given)
+    return all(type(x) is Tensor and x.device == device and (x.is_cpu or passes_values(x)) and x.numel() for x in given)
 
 
 def on_device(program: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, Tensor | None]:

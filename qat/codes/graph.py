@@ -210,7 +210,7 @@ class FusedGraph(PreparedGraph):
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._watched_by() is not None:
             return None
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not takes(given) or self._refusal(given, False) is not None:
+        if not takes(given, next(self.parameters()).device) or self._refusal(given, False) is not None:
             return None
         state, found = self._engine_state, self._engine_state.evaluator
         holds = found is not None and found.state.holds()
@@ -224,6 +224,12 @@ class FusedGraph(PreparedGraph):
                 if found.reason and self._is_in_use():
                     self._log_once(f"evaluation runs operation by operation: {found.reason}")
         return found if found.program is not None else None
+
+    @property
+    def evaluates_on_codes(self) -> bool:
+        """Whether its last evaluation ran an integer program."""
+        found = self._engine_state.evaluator
+        return found is not None and found.program is not None
 
     def _give_up(self, evaluator: Evaluator, error: Exception) -> None:
         """Count the failures in a row of an integer program, and leave it after the last; the state stays the same."""

@@ -178,7 +178,7 @@ def mark_later_writes(model: fx.GraphModule) -> None:
     waiting = [target for writer, target in memory.written.items() if not memory.is_unseen(writer)]
     while waiting:
         node = waiting.pop()
-        if not node.meta.setdefault(WRITTEN_LATER, False):
+        if WRITTEN_LATER not in node.meta:
             node.meta[WRITTEN_LATER] = True
             waiting += [] if has_own_memory(node, model) else node.all_input_nodes
 

@@ -14,7 +14,6 @@ from qat.codes.operators.norm import _norm_quantize_backward, sizes_of
 from qat.functional.lsq import LSQFunction, LSQPlusFunction
 from qat.kernels import dispatch, plain_formulas
 from qat.kernels.triton import chains, quantizers
-from qat.training.loop.forward import _on_codes as evaluates_on_codes
 from tests.kernels import test_kernels_integers as integers
 
 CLIPS = ((-math.inf, math.inf), (0.0, math.inf), (0.0, 6.0))
@@ -224,7 +223,7 @@ def compare_evaluation(models: list[tuple[nn.Module, Tensor, Tensor]]) -> int:
     for model, x, wanted in models:
         for layout in integers.LAYOUTS:
             with torch.no_grad():
-                assert torch.equal(model(x.to(memory_format=layout)), wanted) and evaluates_on_codes(model)
+                assert torch.equal(model(x.to(memory_format=layout)), wanted) and model.evaluates_on_codes
             kinds |= {getattr(step, "kind", None) for step in model._engine_state.evaluator.program.modules()}
         spoilt = x.clone()
         spoilt[0, 0, 0, 0] = math.nan

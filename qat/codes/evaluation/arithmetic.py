@@ -43,8 +43,12 @@ def _in_triton(x: Tensor) -> Any:
     return triton_here(x, evaluates=True) if passes_values(x) and x.numel() else None
 
 
+def _origin(kind: torch.dtype) -> float:
+    return MIDDLE if kind is torch.int8 else 0.0
+
+
 def _reading(codes: Tensor, grid: CodeGrid) -> tuple[float, float]:
-    return grid.step, grid.zero - MIDDLE if codes.dtype is torch.int8 else grid.zero
+    return grid.step, grid.zero - _origin(codes.dtype)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -102,8 +106,9 @@ def requantize(
     """
     if (triton := _in_triton(sums)) is not None:
         sums, inner = _with_channels(sums, axis)
+        origin = to.zero if to is not None and kind is torch.float32 else _origin(kind)
         kind = table.dtype if table is not None else torch.float32 if to is None else kind
-        return cast("Tensor", triton.requantize(sums, shift, bias, scale, inner, clip, to, table, kind))
+        return cast("Tensor", triton.requantize(sums, shift, bias, scale, inner, clip, to, table, kind, origin))
     if _in_c(sums) and sums.dtype is torch.float32 and (rows := _channels_innermost(sums, axis)) is not None:
         kind = table.dtype if table is not None else torch.float32 if to is None else kind
         given, channels, count = elements_at("sums", rows, rows), bias.numel(), rows.numel()
@@ -132,7 +137,8 @@ def add(
     """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on `grids`; `kind`: on a GPU."""
     alike = a.shape == b.shape and is_dense(a) and a.stride() == b.stride()
     if alike and (triton := _in_triton(a)) is not None:
-        return cast("Tensor", triton.join(a, b, *map(_reading, (a, b), grids), to, clip, kind, True, None))
+        read = map(_reading, (a, b), grids)
+        return cast("Tensor", triton.join(a, b, *read, to, clip, kind, _origin(kind), True, None))
     if alike and _in_c(a):
         codes: Tensor = add_quantize(a, b, grids[0].qparams, grids[1].qparams, clip, *to.learned)[0]
         return codes
@@ -151,8 +157,8 @@ def multiply(
     alike = gated or (a.shape == b.shape and is_dense(a) and a.stride() == b.stride())
     if alike and (triton := _in_triton(a)) is not None:
         a, inner = _with_channels(a, 1) if gated else (a, None)
-        b = b.contiguous() if gated else b
-        return cast("Tensor", triton.join(a, b, *map(_reading, (a, b), grids), to, clip, kind, False, inner))
+        b, read = b.contiguous() if gated else b, map(_reading, (a, b), grids)
+        return cast("Tensor", triton.join(a, b, *read, to, clip, kind, _origin(kind), False, inner))
     gates, (source, _) = dequantize(b, grids[1]), grids
     rows = _channels_innermost(a, 1) if gated and clip == NO_CLIP else None
     if not _in_c(a) or rows is None:

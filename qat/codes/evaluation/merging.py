@@ -34,8 +34,7 @@ def merged(program: fx.GraphModule) -> fx.GraphModule:
         step = copy.copy(step)
         program.set_submodule(str(node.target), step)
         if isinstance(step, Join):
-            wanted = _wanted(program, node)
-            step.kind = torch.int8 if wanted is torch.int8 else torch.uint8
+            step.kind = torch.int8 if _wanted(program, node) is torch.int8 else torch.uint8
             continue
         written: Tensor | None = None
         reader = next(iter(node.users))

@@ -108,8 +108,7 @@ class Product(nn.Module):
     def multiplies_integers(self) -> bool:
         """Whether oneDNN's integer kernels take this product on this machine."""
         few_axes = len(self.geometry.stride) in (0, 2) and self.weight[0].numel() <= MOST_INPUTS
-        here = not passes_values(self.weight) and not onednn.is_emulated()
-        return here and few_axes and self.geometry.is_exact(self.weight.shape)
+        return few_axes and self.geometry.is_exact(self.weight.shape) and not onednn.is_emulated()
 
     def _fastest(self) -> Callable[[Tensor], Tensor]:
         """The fastest exact sums on this machine."""

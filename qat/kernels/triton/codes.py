@@ -14,9 +14,6 @@ from torch import Tensor
 
 from qat.kernels.triton.quantizers import BLOCK, OPTIONS, _rint
 
-ORIGINS = {torch.int8: 128.0}
-"""What is taken from codes that are no uint8."""
-
 
 @triton.jit
 def _elements(count, period, block: tl.constexpr):
@@ -53,7 +50,6 @@ def _requantize(
     sums, shift, bias, scale, table, out, count, channels, inner, floor, ceiling, step, zero, low, high, origin,
     shifts: tl.constexpr, quantizes: tl.constexpr, looks_up: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """`origin` is what a code loses that is no table's index."""
     place, there, offset, _ = _elements(count, channels * inner, block)
     channel = (offset // inner) % channels
     y = tl.load(sums + place, mask=there, other=0)
@@ -115,11 +111,10 @@ def dequantize(codes: Tensor, step: float, zero: float, kind: torch.dtype = torc
 
 def requantize(
     sums: Tensor, shift: Tensor | None, bias: Tensor, scale: Tensor, inner: int, clip: tuple[float, float], to: Any,
-    table: Tensor | None, kind: torch.dtype,
+    table: Tensor | None, kind: torch.dtype, origin: float,
 ) -> Tensor:  # fmt: skip
-    """`arithmetic.requantize` of dense sums."""
+    """`arithmetic.requantize` of dense sums; of codes that are no table's index, `origin` is taken."""
     out, numbers = torch.empty_like(sums, dtype=kind), (1.0, 0.0, 0.0, 0.0) if to is None else to.numbers
-    origin = numbers[1] if kind is torch.float32 else ORIGINS.get(kind, 0.0)
     _run(
         _requantize, sums.numel(), sums, shift, bias, scale, table, out, sums.numel(), bias.numel(), inner, *clip,
         *numbers, origin, shifts=shift is not None, quantizes=to is not None, looks_up=table is not None,
@@ -129,17 +124,17 @@ def requantize(
 
 def join(
     a: Tensor, b: Tensor, read_a: tuple[float, float], read_b: tuple[float, float], to: Any,
-    clip: tuple[float, float], kind: torch.dtype, adds: bool, inner: int | None,
+    clip: tuple[float, float], kind: torch.dtype, origin: float, adds: bool, inner: int | None,
 ) -> Tensor:  # fmt: skip
     """Codes of a + b or a * b, of dense codes in one order; `inner` is given where b has a code an image's channel.
 
-    `read_a`, `read_b`: step and zero.
+    `read_a`, `read_b`: step and zero; `origin`: what codes have less than those in uint8.
     """
     out, count = torch.empty_like(a, dtype=kind), a.numel()
     channels, period = (1, 1) if inner is None else (a.shape[1], count // len(a))
     _run(
         _join, count, a, b, out, count, channels, inner or 1, period, *clip, *read_a, *read_b, *to.numbers,
-        ORIGINS.get(kind, 0.0), adds=adds, gates=inner is not None,
+        origin, adds=adds, gates=inner is not None,
     )  # fmt: skip
     return out
 

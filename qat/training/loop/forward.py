@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qat.collectives import largest, rank_count
+from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import check_parts
 from qat.preparation.replacements import is_watched, scalar_attributes
 from qat.text import first_line
@@ -152,8 +153,9 @@ class EvaluationGraph:
         """The model's result, whose memory the next call writes again."""
         if self.layout is None and not is_watched(self.model):
             expected = self.model(images)
-            if _on_codes(self.model):  # few kernels, of integers that the next epoch has others of
-                return expected
+            engines = (each._fused_engine() for each in self.model.modules() if isinstance(each, PreparedGraph))
+            if any(engine is not None and engine.evaluates_on_codes for engine in engines):
+                return expected  # in few kernels, of integers that the next epoch has others of
             self.layout = _layout(images)
             try:
                 self.images, self.graph = images.clone(), torch.cuda.CUDAGraph()
@@ -179,11 +181,6 @@ class EvaluationGraph:
         self.images.copy_(images)
         self.graph.replay()
         return self.result
-
-
-def _on_codes(model: nn.Module) -> bool:  # not imported, since models do without qat.codes
-    states = (getattr(module, "_engine_state", None) for module in model.modules())
-    return any(state is not None and state.evaluator is not None and state.evaluator.program for state in states)
 
 
 def _layout(images: Tensor) -> Any:
