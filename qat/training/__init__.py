@@ -1,1 +1,4 @@
-"""The training script's parts: config, data, training loop, run files. The library does not know this package."""
+"""Parts of the training script: config, data, loop, run files, report.
+
+The library does not import this package.
+"""

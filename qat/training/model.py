@@ -1,4 +1,4 @@
-"""The float model that a run starts from, of torchvision, timm or the user, and its weights, loaded strictly."""
+"""Float model of a run, of torchvision, timm or the user, and its weights."""
 
 import importlib
 import inspect
@@ -28,11 +28,14 @@ from qat.training.run.checkpoint import load_state, read_archive, read_safetenso
 from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
-TIMM = "timm/"  # how the names of timm's models begin
+TIMM = "timm/"  # prefix of the names of timm's models
 
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
-    """Build the float model that `config` names, on the CPU; without weights, none is read or downloaded."""
+    """Build the float model that `config` names, on the CPU.
+
+    Without weights, none are read or downloaded.
+    """
     if config.weights is not None and config.checkpoint is not None:
         both = f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}'"
         raise UserError(f"{both} exclude each other; keep one of them")
@@ -48,7 +51,7 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
     if config.checkpoint is not None and with_weights:
         load_weights(model, config.checkpoint, config.name)
     if any(isinstance(module, Quantizer) for module in model.modules()):
-        disable_fake_quant(model)  # this is the float model: `prepare_model` switches layers of one's own on
+        disable_fake_quant(model)  # the user's own layers: they are float here, and `prepare_model` switches them on
     return model
 
 
@@ -70,16 +73,16 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
                 f"model.weights: {config.weights} of {config.name} could not be loaded ({reason(error)}); put a whole"
                 f" {file.name} into '{file.parent}', or use model.checkpoint"
             ) from error
-    # torchvision loads weights only into a model with their number of classes; the classifier is replaced afterwards.
+    # torchvision loads weights only into a model with their number of classes: its classifier is replaced afterwards.
     built = classes if weights is None else len(weights.meta["categories"])
     try:
         with warnings.catch_warnings():
-            # GoogLeNet and Inception announce a new default of init_weights; users can set it in kwargs.
+            # GoogLeNet and Inception announce a new default of init_weights, which users can set in kwargs.
             warnings.simplefilter("ignore", FutureWarning)
             model: nn.Module = torchvision.models.get_model(
                 config.name, num_classes=built, **_arguments(config, weights, with_weights)
             )
-    except Exception as error:  # only the user's kwargs can be the cause
+    except Exception as error:  # the cause can only be the user's kwargs
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if built != classes:
         name = _replace_classifier(model, classes)
@@ -98,7 +101,7 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     full = name if weights in (None, "DEFAULT") else f"{name}.{weights}"
     try:
         model: nn.Module = timm.create_model(full, pretrained=pretrained, num_classes=classes, **config.kwargs)
-    except Exception as error:  # of the name, the user's kwargs, or the network
+    except Exception as error:  # the name, the user's kwargs, or the network
         raise UserError(f"model: timm cannot build {full} with {config.kwargs} ({reason(error)})") from error
     if pretrained:
         images: Any = model.pretrained_cfg
@@ -170,16 +173,15 @@ def _users_model(config: ModelConfig, classes: int) -> nn.Module:
 
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
-
 FORMATS = ".safetensors, or a dict of tensors written by torch.save"
 
 
 def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model.checkpoint") -> None:
-    """Load the weights in `path` into `model`; errors call the model `model_name` and the file `key`.
+    """Load the weights in `path` strictly.
 
     The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
     `model`. Prefixes of DataParallel, torch.compile and Lightning (`model.`) are dropped; step counters of batch norms
-    may be missing.
+    may be missing. Errors name the model `model_name` and the file `key`.
     """
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
@@ -193,7 +195,7 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
 
 
 def load_float_weights(model: nn.Module, path: Path, model_name: str) -> None:
-    """Load the run's own float weights, which lie on rank 0's disk, on all ranks."""
+    """Load the run's float weights from rank 0's disk, and share them with all ranks."""
     if rank() == 0:
         load_weights(model, str(path), model_name, "float weights")
     share_state(model)
@@ -207,7 +209,7 @@ def _read(file: Path, where: str) -> State:
         what, held = reason(error), re.search(r"GLOBAL ([\w.]+)", str(error))
         if held:
             what = f"it holds a {held[1]}, which only its code could read: save state_dict()"
-        elif isinstance(error, pickle.UnpicklingError):  # a page of advice, with colours
+        elif isinstance(error, pickle.UnpicklingError):  # its message is a page of advice, with colours
             what = "torch.save did not write it"
         raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
     if isinstance(content, dict):
@@ -222,13 +224,13 @@ def _read(file: Path, where: str) -> State:
     return state
 
 
-def _is_plain(value: Any) -> bool:  # dense, unquantized, with data
+def _is_plain(value: object) -> bool:  # dense, unquantized, with data
     return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_meta)
 
 
 def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> None:
-    # Integers and 8-bit floats need scales, and copying would change them silently. Floats may differ in width; values
-    # that are not finite are accepted only where the model has such too (masks).
+    # Integers and 8-bit floats need scales: copying would change them silently. Floats may differ in width. Values that
+    # are not finite are accepted only where the model has such too (masks).
     for key, value in state.items():
         mine = own.get(key, value)
         kinds = {(each.is_floating_point(), each.is_complex(), each.dtype is torch.bool) for each in (value, mine)}
@@ -239,10 +241,10 @@ def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> Non
 
 
 def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
-    for prefix in ("model.", "module.", "_orig_mod.", "module."):  # they may be nested either way
+    for prefix in ("model.", "module.", "_orig_mod.", "module."):  # module. may be inside or outside of _orig_mod.
         if not any(key.startswith(prefix) for key in own):
             consume_prefix_in_state_dict_if_present(state, prefix)
-    if layer_versions(state) is None:
+    if layer_versions(state) is None:  # else layers would convert the weights from their oldest version
         set_layer_versions(state, layer_versions(own) or {})
     for key in own:
         if key.endswith("num_batches_tracked"):

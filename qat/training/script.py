@@ -38,13 +38,17 @@ from qat.training.run.report import report_lines, write_summary
 from qat.training.run.stages import Stages
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
-OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")  # how `key.path=value` begins
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-"""Where a bare name of a config is looked for too: a link to the repository's configs/, whose files a wheel holds."""
+OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")  # the start of `key.path=value`
+CONFIGS = (
+    Path(__file__).resolve().parents[1] / "configs"
+)  # the shipped ones: a link in the repository, files in a wheel
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run; return 0 if all went well, 1 if the proof failed, else see `exit_status`."""
+    """Read the command line and run; return the exit status.
+
+    It is 0 if all went well and 1 if the proof failed; for others see `exit_status`.
+    """
     parser = argparse.ArgumentParser(description=WHAT, epilog="example: python train.py resnet_int8.yaml qat.epochs=2")
     add_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
@@ -72,12 +76,12 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 
 def run(config: RunConfig, dry: bool = False) -> int:
-    """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
+    """Run the whole recipe, or for `dry` only show what it would be."""
     device = ranks.pick_device(config.device)
     with ranks.process_group(device):
         if rank():
             logging.getLogger("qat").setLevel(logging.ERROR)  # rank 0 says the rest for all
-        if folder := ranks.remembered_folder():
+        if folder := ranks.remembered_folder():  # torchrun has restarted the ranks: they go on where they were
             config = config.model_copy(update={"run_dir": folder, "resume": "auto"})
         return _run(config, device, dry)
 
@@ -88,8 +92,9 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     check_graphs(device, config.cuda_graphs)
     ranks.seed_everything(config.seed)
     import_extensions(config.imports)
-    build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
-    anew = ranks.from_first(not files.goes_on(config))  # else the weights come from the run's folder, which rank 0 sees
+    build_recipe(config.quantization)  # refuses a wrong recipe before data are read or downloaded
+    # A run that goes on needs no pretrained weights: they are in its folder. Only rank 0 sees that.
+    anew = ranks.from_first(not files.goes_on(config))
     with ranks.first_rank_first():
         data = load_data(config.data, config.seed, device, config.channels_last)
         model = build_model(config.model, len(data.classes), with_weights=anew)
@@ -110,13 +115,16 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
 
 
 def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
-    """Prepare the model for each stage on grids; show what is wrong with it or the aids before hours of training."""
+    """Prepare the model for each stage on grids, and try it and the aids.
+
+    What is wrong with them then shows before hours of training.
+    """
     shape, classes = data.image_shape, len(data.classes)
     check_forward(model, config, shape, classes)
     prepared = {"qat": prepare_model(model, config, shape)}
     rehearse(prepared["qat"], config.export.onnx)
     check_distillation(config, model, prepared["qat"], shape, classes, with_weights=anew)
-    Aids(prepared["qat"], config.qat)  # there is something to watch, and to quantize by degrees
+    Aids(prepared["qat"], config.qat)  # refuses aids that find nothing to act on
     for name, stage in progressive_stages(config.qat).items():
         with problems_of(key_of(name)):
             prepared[name] = prepare_model(model, on_grids_of(config, stage), shape)
@@ -133,7 +141,7 @@ def run_stages(
     folder: RunFolder,
     started: float,
 ) -> int:
-    """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
+    """Run the stages that the folder does not contain yet, up to the proof."""
     resumed = ranks.from_first(_read_checkpoint(folder, config) if rank() == 0 else None)
     results: dict[str, Any] = resumed["results"] if resumed else {}
     changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
@@ -141,13 +149,13 @@ def run_stages(
     about = about_model(config, data.classes, data.preprocessing)
     before = read_summary(folder.path) or {}
     if rank() == 0:
-        # A folder without the first is not finished.
+        # Without summary.json, the folder counts as unfinished.
         for name in (files.SUMMARY, files.ANALYSIS, files.EVALUATION, files.LATENCY):
             (folder.path / name).unlink(missing_ok=True)
 
     with RunLog(folder.path) as log:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path / CURVES))}"
-        # First: with it a start that ended here is repeated.
+        # Written first: a start that ends from here on can be repeated.
         files.write_text(folder.path / files.RESOLVED_CONFIG, dump_config(config))
         log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
         if rank_count() > 1:

@@ -1,4 +1,4 @@
-"""What a stage says of settings that change nothing, and of results that are no better than before."""
+"""Sentences about settings without effect, and about results no better than before."""
 
 import math
 
@@ -10,20 +10,16 @@ from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import StageRun, key_of
 
+# Settings that a stage without epochs may have: they are chosen by bits, or have an effect there.
 OF_ANY_LENGTH = ("epochs", "optimizer", "lr", "schedule", "progressive", "bn_reestimate")
-"""Settings that a stage without epochs may have: they are set by bits, or have an effect there."""
-
-SIGMAS = 2.0  # differences count from this many standard deviations on, given the size of the validation split
-START_LEFT = 0.5  # from this share of the start on, which is decay ** steps, averaged weights are those of no training
+SIGMAS = 2.0  # standard deviations from which a difference counts, given the size of the validation split
+START_LEFT = 0.5  # largest share of the starting weights in the averages, decay ** steps, without a warning
 
 
 def without_effect(run: StageRun) -> list[str]:
-    """A sentence for each setting that has no effect, or another one than its name says.
-
-    A stage before the last has all settings of the last one but its own, which then says these things.
-    """
+    """Return a sentence for each setting that has no effect, or an unexpected one."""
     stage, key = run.stage, key_of(run.name)
-    if run.name not in ("float", "qat"):
+    if run.name not in ("float", "qat"):  # most settings are those of the last stage, which reports them
         return too_slow(run)
     found = []
     if stage.bn_reestimate == "always" and not batch_norms(run.model):
@@ -76,17 +72,15 @@ def _of_the_whole_run(run: StageRun) -> list[str]:
 
 def _untrained(stage: StageConfig, key: str) -> list[str]:
     usual = type(stage)()
-    named = [
-        f"{key}.{name}" for name in type(stage).model_fields
-        if name not in OF_ANY_LENGTH and getattr(stage, name) != getattr(usual, name)
-    ]  # fmt: skip
     if isinstance(stage, QATStageConfig) and stage.progressive:
         return []  # the stages before it use them
+    names = (name for name in type(stage).model_fields if name not in OF_ANY_LENGTH)
+    named = [f"{key}.{name}" for name in names if getattr(stage, name) != getattr(usual, name)]
     return [f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect: {key}.epochs is 0"] if named else []
 
 
 def too_slow(run: StageRun) -> list[str]:
-    """That averaged weights are still those of the start, if they are."""
+    """Return a sentence if averaged weights are mostly those of the start."""
     decay, steps = run.stage.ema_decay, run.stage.epochs * run.steps_per_epoch
     if decay is None or steps == 0 or decay**steps <= START_LEFT:
         return []
@@ -97,7 +91,10 @@ def too_slow(run: StageRun) -> list[str]:
 
 
 def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """A warning if a result is at chance level, the same answer for all, or worse than `start`, the top1 before it."""
+    """Return a warning if a result is at chance level, or worse than `start`, if any.
+
+    Chance level is that of the same answer for all images; `start` is the top1 that the stage started from.
+    """
     advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
     found = f"{name}: val top1 {evaluation.top1:.2f} %"
     chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)

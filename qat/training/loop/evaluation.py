@@ -1,11 +1,10 @@
-"""Evaluation of a classifier on a split, and the statistics of BatchNorm that it uses; reading batches and logits."""
+"""Evaluation of a classifier on a split, and the BatchNorm statistics that it uses."""
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,18 +14,18 @@ from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm
 from qat.collectives import of_all_ranks, rank_count
 from qat.contexts import evaluating
 from qat.training.errors import UserError
-from qat.training.loop.stage import Batches, StageRun
+from qat.training.loop.stage import Batch, Batches, StageRun
 from qat.training.run.logging import progress_bar
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on a split: top1 and the share of the most common label in percent, mean cross-entropy, and images."""
+    """Results on a split."""
 
-    top1: float
-    loss: float
-    count: int
-    most_common: float
+    top1: float  # percent
+    loss: float  # mean cross-entropy
+    count: int  # images
+    most_common: float  # percent of the images that have the most common label
 
 
 def evaluate(
@@ -36,16 +35,16 @@ def evaluate(
     *,
     channels_last: bool = True,
     progress: str | None = None,
-    forward: Callable[[Tensor], Any] | None = None,
+    forward: Callable[[Tensor], object] | None = None,
 ) -> Evaluation:
-    """Run a model over a split in eval mode; its mode and torch's random state are restored afterwards.
+    """Run a model over a split in eval mode; restore its mode and torch's random state.
 
     A `forward` is called in the model's place, a faster way through it. Each rank brings its share of the split, and
     all get the results of the whole.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     truths: list[Tensor] = []
-    # Not inference_mode, because a tensor that a module keeps from it could not be used in training afterwards.
+    # Not inference_mode: a tensor that a module keeps from it could not be used in training afterwards.
     with (
         evaluating(model),
         torch.no_grad(),
@@ -69,21 +68,21 @@ def evaluate(
     return Evaluation(100 * correct / count, total_loss / count, count, 100 * max(labels_of_all.values()) / count)
 
 
-def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple[Tensor, Tensor]:
-    """Return images and labels on the device; from pinned memory they are copied asynchronously."""
+def to_device(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:
+    """Copy images and labels to the device, asynchronously from pinned memory."""
     images, labels = batch
     layout = torch.channels_last if channels_last and images.dim() == 4 else torch.preserve_format
     return images.to(device, non_blocking=True, memory_format=layout), labels.to(device, non_blocking=True)
 
 
-def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:
-    """Split a classifier's output into its logits and the logits of its auxiliary classifiers.
+def split_output(output: object, batch_size: int) -> tuple[Tensor, list[Tensor]]:
+    """Split a classifier's output into its logits and those of auxiliary classifiers.
 
     The output is a tensor, a dict with the key logits or out, or a tuple or list, whose `.logits` or first entry is
     used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
     """
-    logits: Any = output
-    others: list[Any] = []
+    logits = output
+    others: list[object] = []
     if isinstance(output, Mapping):
         logits, others = output.get("logits", output.get("out")), list(output.values())
     elif isinstance(output, tuple | list) and output:
@@ -97,25 +96,26 @@ def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:
     return logits, auxiliary
 
 
-MIN_GAIN = 0.05  # new statistics are kept if the loss falls by at least this share, and by at least `MIN_ABSOLUTE_GAIN`
-MIN_ABSOLUTE_GAIN = 0.01
-IMAGES = 5000  # of a new estimate. Of a MobileNetV2 at 4 bits 1,000 cost half a point, 5,000 0.1.
-EPOCH_OFFSET = 2**20  # added to an epoch's number, for an order and for crops that no epoch of training has
+MIN_GAIN = 0.05  # new statistics are kept if the loss falls by more than this share
+MIN_ABSOLUTE_GAIN = 0.01  # and by more than this
+IMAGES = 5000  # of a new estimate: on a MobileNetV2 at 4 bits 1,000 cost half a point, 5,000 a tenth
+EPOCH_OFFSET = 2**20  # added to an epoch's number, so that no epoch of training has the same order and crops
 
 
 def settle_statistics(run: StageRun, epochs: int) -> str:
-    """Estimate the statistics anew if `bn_reestimate` says so and they were not frozen; return a note for the log.
+    """Estimate BatchNorm's statistics anew if `bn_reestimate` says so; return a note.
 
     The images are training batches as training sees them, augmented and mixed: a network is normalised in training by
     their statistics, and those of plain images are of another function (MobileNetV2 at 4 bits: 2.9 points worse, since
     the crops of CIFAR-10 have black borders). With `auto`, a trial of a few batches comes first, and new statistics are
-    kept if they clearly lower the loss on plain training images. A resumed run draws the same random numbers again.
+    kept if they clearly lower the loss on plain training images. Frozen statistics stay. A resumed run draws the same
+    random numbers again.
     """
     choice, frozen_from = run.stage.bn_reestimate, getattr(run.stage, "freeze_bn_epoch", None)
     unwanted = choice == "never" or (choice == "auto" and epochs == 0)
     if unwanted or run.sample is None or not batch_norms(run.model):
         return ""
-    if frozen_from is not None and epochs > frozen_from:  # training and evaluation use the same
+    if frozen_from is not None and epochs > frozen_from:  # training used them too
         return ""
     if choice == "auto":
         layout, kept = run.config.channels_last, copied_statistics(run.model)
@@ -133,10 +133,10 @@ def _reestimate(run: StageRun, epochs: int, count: int) -> int:
     def images() -> Iterator[Tensor]:
         for batch in itertools.islice(run.train, count):
             x, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
-            if len(labels) > 1 or run.config.data.batch_size == rank_count():
+            if len(labels) > 1 or run.config.data.batch_size == rank_count():  # one image has no variance
                 yield x if run.mixing is None else run.mixing(x, labels)[0]
 
     run.train.set_epoch(EPOCH_OFFSET + run.epochs_before + epochs)
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-        torch.manual_seed(epochs)  # of the mixing
+        torch.manual_seed(epochs)  # for the mixing
         return reestimate_batch_norm(run.model, images())

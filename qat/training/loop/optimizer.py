@@ -12,17 +12,16 @@ from qat.quantizer import parameter_groups
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.errors import UserError
 
+# Keys of `qat` that are also arguments of `qat.parameter_groups`.
 OWN_OF_QAT = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay", "weight_decay_by_bits")
-"""Keys of `qat` that are also arguments of `qat.parameter_groups`."""
-
-WARMUP_START = 0.01  # start of the warm-up, as a share of the peak learning rate
+WARMUP_START = 0.01  # share of the peak learning rate at the first step
 
 
 def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimizer:
-    """Build SGD (with Nesterov momentum, if there is momentum) or AdamW over `qat.parameter_groups`.
+    """Build SGD or AdamW over `qat.parameter_groups`.
 
-    The model is on the device and in the memory format of its training. The result is a `TwoOptimizers` if scales use
-    another optimizer.
+    SGD has Nesterov momentum, if there is momentum. The model is on the device and in the memory format of its
+    training. The result is a `TwoOptimizers` if scales use another optimizer.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: it has no trainable parameter; set epochs to 0 or unfreeze some")
@@ -68,7 +67,7 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> str:
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_per_epoch: int) -> LambdaLR:
-    """Build the schedule of the learning rate: linear warm-up from 1 % of lr, then cosine to 0 or constant.
+    """Build the schedule: linear warm-up from 1 % of lr, then cosine to 0 or constant.
 
     With s finished steps, w = warmup_epochs * steps_per_epoch and n = epochs * steps_per_epoch, the factor on lr is
     0.01 + 0.99 * s/w while s < w, then 1 or (1 + cos(pi * (s - w)/(n - w))) / 2. w may be a fraction.
@@ -87,15 +86,17 @@ def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_p
 
 
 class TwoOptimizers(torch.optim.Optimizer):
-    """Optimizers of different parameters that step together; its groups are those of the parts, the same dicts."""
+    """Optimizers of different parameters that step together.
+
+    Its groups are the same dictionaries as those of its parts, so that a schedule reaches them.
+    """
 
     def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
         self.parts = tuple(parts)
         super().__init__(self._groups(), {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step with each; a closure would be called twice, and is not taken."""
-        assert closure is None
+        assert closure is None  # it would be called twice
         for part in self.parts:
             part.step()
 

@@ -1,4 +1,4 @@
-"""From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
+"""Recipe and prepared model from the `quantization` section, with early checks."""
 
 import copy
 import sys
@@ -49,10 +49,10 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
                 quantizer_class(spec.rule)
         example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UnwritableWarning)  # hours of training would end without a file
+            warnings.simplefilter("error", UnwritableWarning)  # else hours of training would end without a file
             prepared = qat.prepare(model, recipe, example)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
-    except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
+    except Exception as error:  # a user's model may have code that fx and the placement do not support
         said = f"model.name: {config.model.name} cannot be prepared ({reason(error)})"
         if isinstance(error, UserError | ValueError | UnwritableWarning):
             said = str(error) if isinstance(error, UserError) else f"{config.model.name}: {error}"
@@ -66,7 +66,7 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 
 
 def rehearse(prepared: nn.Module, exports: bool) -> None:
-    """Try each quantizer, and what the export will ask, so that errors show before any training."""
+    """Try each quantizer and what the export needs, so that errors show early."""
     copied = copy.deepcopy(prepared).float().cpu()
     quantizers = {name: each for name, each in copied.named_modules() if isinstance(each, qat.Quantizer)}
     for name, quantizer in quantizers.items():
@@ -94,7 +94,7 @@ def rehearse(prepared: nn.Module, exports: bool) -> None:
 
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
-    """Run two black images through the float model, so that a misfit shows before anything is written."""
+    """Run two black images through the float model, so that errors show early."""
     device = model_device(model)
     try:
         with evaluating(model), torch.no_grad():

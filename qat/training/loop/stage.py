@@ -1,4 +1,4 @@
-"""The inputs of one stage of training, and the stages on other grids that come before the last."""
+"""Stages of training: the inputs of one, and those of a config by name."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,14 +15,18 @@ from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ProgressiveConfig, QATStageConfig, StageConfig
 from qat.training.run.logging import RunLog
 
-Mixing: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From images (N, C, H, W) and labels (N,) to mixed images and a share of every class for each, (N, classes)."""
+Batch: TypeAlias = tuple[Tensor, Tensor]  # images and labels
+# From images (N, C, H, W) and labels (N,) to mixed images and the share of every class in each, (N, classes).
+Mixing: TypeAlias = Callable[[Tensor, Tensor], Batch]
 
 
 class Batches(Protocol):
-    """Batches for evaluation: (images NCHW float32, labels int64) on the CPU, ideally in pinned memory."""
+    """Batches for evaluation: images NCHW float32 and labels int64 on the CPU.
 
-    def __iter__(self) -> Iterator[Any]: ...
+    They are ideally in pinned memory.
+    """
+
+    def __iter__(self) -> Iterator[Batch]: ...
 
     def __len__(self) -> int: ...
 
@@ -31,7 +35,7 @@ class TrainBatches(Batches, Protocol):
     """Batches for training, in an order that depends on the epoch."""
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Choose the epoch, which determines the order and the augmentation, and the batch that a pass begins with."""
+        """Choose the epoch, and with it order and augmentation, and the first batch."""
 
 
 def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
@@ -52,11 +56,11 @@ class StageRun:
     log: RunLog
     folder: Path
     results: dict[str, Any] = field(default_factory=dict)
-    first_step: int = 0  # training steps of the run before it, so that curves join
-    epochs_before: int = 0  # those that it continues, so that no order of images repeats
-    later_steps: int = 0  # of the stages after it, for the time left
+    first_step: int = 0  # steps of the stages before it, so that curves join
+    epochs_before: int = 0  # epochs of the stages that it continues, so that no order of images repeats
+    later_steps: int = 0  # steps of the stages after it, for the time left
     keep_best: bool = True
-    sample: Batches | None = None  # training images without augmentation, on which `settle_statistics` compares
+    sample: Batches | None = None  # training images without augmentation, by which `settle_statistics` compares
     distillation: Distillation | None = None
     mixing: Mixing | None = None
     about: dict[str, Any] = field(default_factory=dict)
@@ -67,17 +71,17 @@ class StageRun:
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether steps are to run as CUDA graphs, where they can."""
+        """True if steps should run as CUDA graphs, where they can."""
         return self.device.type == "cuda" and bool(self.config.cuda_graphs) and not self.config.compile
 
     @property
     def in_graphs(self) -> bool:
-        """Whether steps and evaluations run as CUDA graphs."""
+        """True if steps and evaluations run as CUDA graphs."""
         return self.wants_graphs and self.graphs_refused is None
 
     @property
     def graphs_refused(self) -> str | None:
-        """Why no CUDA graph can be what a step is; None if one can."""
+        """The reason why steps cannot run as CUDA graphs, or None."""
         qat = self.config.qat
         if rank_count() > 1:
             return "the ranks sum their gradients during the backward"
@@ -90,23 +94,23 @@ class StageRun:
         return None
 
     def step(self, epoch: int, number: int = 0) -> int:
-        """Return the run's step count after `epoch` whole epochs of this stage and `number` steps."""
+        """Return the run's step count after whole epochs of this stage and some steps."""
         return self.first_step + epoch * self.steps_per_epoch + number
 
 
 def progressive_stages(config: QATStageConfig) -> dict[str, ProgressiveConfig]:
-    """The stages before the last, by the names that they have in curves and checkpoints: qat_1, qat_2 and so on."""
+    """Return the stages before the last by their names, qat_1, qat_2 and so on."""
     return {f"qat_{number}": stage for number, stage in enumerate(config.progressive, 1)}
 
 
 def stages_of(config: RunConfig) -> dict[str, StageConfig]:
-    """How each stage of a run trains, by its name, in their order."""
+    """Return the training settings of each stage of a run by name, in their order."""
     earlier = {name: training_of(config.qat, stage) for name, stage in progressive_stages(config.qat).items()}
     return {"float": config.float, "float_finetune": float_counterpart(config.qat), **earlier, "qat": config.qat}
 
 
 def steps_after(config: RunConfig, name: str, train: TrainBatches) -> int:
-    """How many steps of training the stages after this one have."""
+    """Return the number of training steps in the stages after this one."""
     stages = stages_of(config)
     later = list(stages)[list(stages).index(name) + 1 :]
     wanted = [stages[key] for key in later if key != "float_finetune" or config.float_finetune]
@@ -114,7 +118,7 @@ def steps_after(config: RunConfig, name: str, train: TrainBatches) -> int:
 
 
 def key_of(name: str) -> str:
-    """Where the config says how a stage trains, by the stage's name.
+    """Return the config key of a stage's training settings.
 
     >>> key_of("float"), key_of("qat_2"), key_of("qat"), key_of("float_finetune")
     ('float', 'qat.progressive[1]', 'qat', 'qat')
@@ -124,13 +128,16 @@ def key_of(name: str) -> str:
 
 
 def rate_key(config: RunConfig, name: str) -> str:
-    """The key of a stage's learning rate; an earlier stage may have one of its own."""
+    """Return the config key of a stage's learning rate."""
     earlier = progressive_stages(config.qat).get(name)
     return f"{'qat' if earlier is not None and earlier.lr is None else key_of(name)}.lr"
 
 
 def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
-    """The run's config with the stage's grids, which are not exported; what it leaves out is as in the last one."""
+    """Return the run's config with a stage's grids, which are not exported.
+
+    What the stage leaves out is as in the last one.
+    """
     grids = {}
     for tensor in ("weight", "activation"):
         changes = {"bits": stage.bits, **getattr(stage, tensor).model_dump(exclude_none=True)}
@@ -142,7 +149,10 @@ def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
 
 
 def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageConfig:
-    """How the stage trains: as the last one, but for its epochs and rate; nothing is frozen yet."""
+    """Return a stage's settings: the last one's, but for epochs and rate.
+
+    Nothing is frozen yet.
+    """
     own: dict[str, Any] = {"epochs": stage.epochs, "lr": config.lr if stage.lr is None else stage.lr}
     own |= {"warmup_epochs": min(config.warmup_epochs, stage.epochs)}
     own |= dict.fromkeys(("freeze_bn_epoch", "freeze_scales_epoch", "oscillation"))
@@ -150,7 +160,8 @@ def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageCon
 
 
 def float_counterpart(config: QATStageConfig) -> QATStageConfig:
-    """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher."""
+    """Return QAT's settings for fine-tuning the float model, for all of its epochs."""
     epochs = config.epochs + sum(stage.epochs for stage in config.progressive)
+    # Without a teacher of its own, the float model would learn from itself.
     other = config.distillation if config.distillation and config.distillation.teacher else None
     return config.model_copy(update={"epochs": epochs, "oscillation": None, "distillation": other})

@@ -1,4 +1,4 @@
-"""What the report shows of the trained model besides its curves: errors by layer, histograms, answers that changed."""
+"""Analysis of the trained model for the report, beside its curves."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -24,16 +24,17 @@ from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import split_output, to_device
 
 IMAGES = 16  # for the errors of layers and for histograms
-ANSWERS = 5000  # validation images whose answers are compared with the float model's, at most
-WORST, BINS, COSTS = 6, 128, ("name", "weight_bits", "activation_bits")
+ANSWERS = 5000  # at most, validation images whose answers are compared with the float model's
+WORST = 6  # layers with histograms
+BINS = 128
+COSTS = ("name", "weight_bits", "activation_bits")
 
 
 def analyse(
     model: nn.Module, float_model: nn.Module, data: Data, device: torch.device, layers: Iterable[LayerDifference]
 ) -> dict[str, Any]:
-    """Everything that `analysis.json` holds; the models are on the device and keep their modes and statistics."""
-    first: Any = next(iter(data.calibration(1)))
-    images = to_device(first, device, channels_last=False)[0][:IMAGES]
+    """Return the content of analysis.json; models keep their modes and statistics."""
+    images = to_device(next(iter(data.calibration(1))), device, channels_last=False)[0][:IMAGES]
     inferred, example = evaluation_copy(model), images[:1].cpu()  # without auxiliary classifiers
     errors = layer_errors(inferred, images.cpu())
     worst = sorted((each for each in errors if each.local is not None), key=lambda each: each.local or 0)[:WORST]
@@ -50,10 +51,10 @@ def analyse(
 
 
 def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[str, float]:
-    """How far the running statistics of each BatchNorm are from those of eight training batches.
+    """Return the distance of running statistics from those of eight training batches.
 
-    The mean over channels of |running mean - mean| / deviation, and of |log2(running variance / variance)|, whichever
-    is larger: 0 if evaluation normalises as training did.
+    It is the mean over channels of |running mean - mean| / deviation, or of |log2(running variance / variance)|,
+    whichever is larger, for each BatchNorm: 0 if evaluation normalises as training did.
     """
     norms = {name: each for name, each in model.named_modules() if each in batch_norms(model)}
     kept = copied_statistics(model)
@@ -74,7 +75,10 @@ def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[s
 
 
 def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[dict[str, Any]]:
-    """For each of these layers how its weight, before and after, and its input lie on their grids, in steps."""
+    """Return histograms of each layer's weight, before and after, and of its input.
+
+    They are in steps of the grids.
+    """
     seen: dict[Quantizer, dict[str, Any]] = {}
     inputs: dict[str, Quantizer] = {}
 
@@ -113,7 +117,10 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
 
 
 def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Shares of values in equal bins, in steps of the grid, whose ends are `qmin` and `qmax`; `like` gives the bins."""
+    """Return shares of values in equal bins, in steps of the grid from qmin to qmax.
+
+    `like` is a histogram with the same bins.
+    """
     qmin, qmax = quantizer.bounds()
     reach = (qmax - qmin) * 0.25 + 1
     low, high = max(float(steps.min()), qmin - reach), min(float(steps.max()), qmax + reach)
@@ -127,7 +134,7 @@ def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None =
 
 @torch.no_grad()
 def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> dict[str, Any]:
-    """Count how often each answer became another one: rows of truth, answer before, answer now, images."""
+    """Count changed answers: rows of truth, answer before, answer now, images."""
     changes: Counter[tuple[int, int, int]] = Counter()
     count = 0
     with evaluating(model), evaluating(float_model):

@@ -1,4 +1,4 @@
-"""What stands out in a run, in sentences: each names the sign, how large it is, and what usually helps."""
+"""Sentences about what stands out in a run: sign, size, and what usually helps."""
 
 import math
 from collections.abc import Iterator
@@ -10,25 +10,26 @@ from qat.training.report.run import ReportedRun
 from qat.training.run.folder import SENSITIVITY
 from qat.training.run.report import deviation_of
 
-FAR = 2.0  # a scale that grew or shrank by more than this factor has left what calibration found
-JUMP = 0.5  # of a scale between two points of its curve, as a power of two; healthy ones move by percents
+# Limits beyond which something is named.
+FAR = 2.0  # factor by which a scale has moved away from its calibration
+JUMP = 0.5  # power of two by which a scale moved between two points of its curve; healthy ones move by percents
 LAG = 0.25  # deviations; the statistics of settled BatchNorms are within 0.1 of the batches'
-CLIPPED, LEVELS, TURNING, WAITING = 0.05, 0.25, 0.05, 0.3
-"""Shares from which on clipping, few levels (8 bits), weights that turn round, and waiting for data are named."""
-
-AT_FLOOR = 0.1
-"""The share of a tensor's scales from which on it has collapsed; of many channels a few are dead in float too."""
-
-FEW_BITS = 4  # below, much is clipped, and rightly so
-HURT = 25.0  # dB: clipping that leaves more is by a level or so, as of black pixels at the end of the range
-BEHIND = 12.0  # dB below the median of all layers, which is two bits
-MOST_BITS, DB_A_BIT = 8, 6.0  # what targets compute on at most, and what each bit less costs
-SHARE = 0.1  # a layer stands out in `sensitivity` only for this share of the whole cost
+CLIPPED = 0.05  # share of the values
+LEVELS = 0.25  # share of the levels that occur, at 8 bits
+TURNING = 0.05  # share of the weights that turn round
+WAITING = 0.3  # share of the time spent waiting for data
+AT_FLOOR = 0.1  # share of a tensor's scales on their floor; of many channels, a few are dead in float too
+FEW_BITS = 4  # below this, much is clipped, and rightly so
+HURT = 25.0  # dB: with more left, clipping is by a level or so, as of black pixels at the end of the range
+BEHIND = 12.0  # dB below the median of all layers: two bits
+MOST_BITS = 8  # of a target's kernels
+DB_A_BIT = 6.0  # cost of each bit less
+SHARE = 0.1  # of the whole cost that a layer has in `sensitivity`
 RATES = ("qat.quantizer_lr_factor", "qat.quantizer_lr")
 
 
 def findings(run: ReportedRun) -> list[str]:
-    """The sentences, the gravest first; none if nothing stands out."""
+    """Return the sentences, the gravest first."""
     first = [] if run.summary else ["The run is not finished: what follows is what it has drawn so far."]
     if run.summary.get("problem"):
         first.append(f"The file is not the trained model: {run.summary['problem']}.")
@@ -133,15 +134,21 @@ def _layers(run: ReportedRun) -> Iterator[str]:
 
 
 def change_of(result: dict[str, Any], row: dict[str, Any], side: str, part: str) -> tuple[float, float, bool]:
-    """Top-1 and loss of `sensitivity` against float (`only`) or the whole, and whether the loss is beyond noise."""
+    """Return changes of top-1 and loss in `sensitivity`, and if the loss exceeds noise.
+
+    They are against float for the side `only`, and against the whole for `all_but`.
+    """
     reference, score = {"only": "float", "all_but": "baseline"}[side], row[side][part]
     top1, loss = (score[key] - result[reference][key] for key in ("top1", "loss"))
     return top1, loss, abs(loss) > score[f"noise_to_{reference}"]
 
 
 def stands_out(result: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether the model is worse with only this layer quantized and better with all but it, both beyond noise, and the
-    latter gives back at least `SHARE` of what quantization costs in all."""
+    """Return True if a layer costs much of the accuracy.
+
+    The model is worse with only this layer quantized and better with all but it, both beyond noise, and the latter
+    gives back at least `SHARE` of what quantization costs in all.
+    """
     least = SHARE * (result["baseline"]["loss"] - result["float"]["loss"])
     (_, worse, alone), (_, better, without) = (change_of(result, row, side, "both") for side in ("only", "all_but"))
     return alone and without and worse > 0 and -better > max(least, 0)

@@ -1,4 +1,4 @@
-"""What a run shows at its end: `report.html`, a page that needs nothing else, and figures in TensorBoard."""
+"""Report of a run: report.html, a page that needs no other file, and TensorBoard."""
 
 import inspect
 import json
@@ -25,7 +25,10 @@ CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def write_report(path: Path, runs: list[ReportedRun], *, pictures: bool = False) -> list[str]:
-    """Write the page, with `pictures` also each figure as PNG beside it; return what could not be shown."""
+    """Write the page; return what could not be shown.
+
+    With `pictures`, each figure is written as PNG beside it too.
+    """
     drawn: dict[str, list[str]] = {key: [] for key in FIGURES}
     said = [] if can_draw() else [NO_MATPLOTLIB]
     for key, draw in ({} if said else FIGURES).items():
@@ -104,7 +107,7 @@ def _details(run: ReportedRun) -> str:
 
 
 def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -> None:
-    """Write the report of a run, and give TensorBoard its text, its figures, and its row in the table of runs."""
+    """Write the report of a run, and add its text and figures to TensorBoard."""
     if config.watch == "off":
         return
     from torch.utils.tensorboard.summary import hparams

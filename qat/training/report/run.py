@@ -1,4 +1,4 @@
-"""A run folder as its report reads it: only files, so that a report can be drawn at any time."""
+"""Files of a run, as its report reads them at any time."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and ta
 
 @dataclass
 class ReportedRun:
-    """The files of a run; what is missing is empty."""
+    """Files of a run; what is missing is empty."""
 
     path: Path
 
@@ -26,7 +26,7 @@ class ReportedRun:
         self.summary, self.analysis = self.read(SUMMARY), self.read(ANALYSIS)
 
     def read(self, file: str) -> dict[str, Any]:
-        """Read a JSON object from a file of the run; empty if it is missing or no such object."""
+        """Read a JSON object from a file of the run; empty if there is none."""
         try:
             found = json.loads((self.path / file).read_bytes())
         except (OSError, ValueError):
@@ -35,7 +35,7 @@ class ReportedRun:
 
     @cached_property
     def curves(self) -> Curves:
-        """Every curve, without the points that a resumed run has drawn anew."""
+        """All curves, without the points that a resumed run has drawn anew."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run hides points is no news
@@ -59,7 +59,10 @@ class ReportedRun:
         return flat(parse_yaml(self.config) or {})
 
     def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
-        """The curves under a heading, such as `scale`, by quantizer, from input to output; `role` picks weights."""
+        """Return the curves of a kind, such as `scale`, by quantizer from input to output.
+
+        `role` leaves only weights or only activations.
+        """
         found = {
             (run, tag.partition("/")[2]): points
             for (run, tag), points in self.curves.items()

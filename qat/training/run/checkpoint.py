@@ -1,5 +1,7 @@
-"""Checkpoints and float weights: written atomically, read without unpickling code and with a look at their checksums,
-what they say of a model, and resuming only by the run that they belong to."""
+"""Checkpoints and float weights.
+
+They are written atomically, and read without unpickling code and with a check of their checksums.
+"""
 
 import hashlib
 import random
@@ -33,11 +35,11 @@ PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config", "evalu
 
 @dataclass
 class StageState:
-    """The state of a stage after `epoch` epochs and `step` steps of the next, without the model's."""
+    """State of a stage besides the model's, after whole epochs and some steps."""
 
-    epoch: int
-    step: int
-    meters: list[dict[str, Any]]  # the sums of that epoch, and of the steps since the last point
+    epoch: int  # whole epochs
+    step: int  # steps of the next one
+    meters: list[dict[str, Any]]  # sums of that epoch, and of the steps since the last point
     best_top1: float
     optimizer: dict[str, Any]
     schedule: dict[str, Any]
@@ -49,7 +51,7 @@ class StageState:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's and NumPy's generators, and of torch's on the CPU and on a CUDA device."""
+    """Return the states of the generators of Python, NumPy and torch (CPU, CUDA)."""
     known: Any = np.random.get_state()
     _, keys, *rest = known
     states = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (keys.tolist(), *rest)}
@@ -70,9 +72,9 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     """On rank 0, write a checkpoint atomically, with the version of its format.
 
-    The payload has tensors and plain Python values under `PAYLOAD_KEYS`: epochs (finished ones), state (the `vars` of a
-    `StageState`, or None if a run cannot resume from it), evaluation (of the weights as evaluated; None within an
-    epoch), statistics (BatchNorm's, of averaged weights, see `copied_statistics`; or None), about (see `about_model`).
+    The payload has tensors and plain Python values under `PAYLOAD_KEYS`. epochs: finished ones; state: the `vars` of a
+    `StageState`, or None if a run cannot resume from it; evaluation: of the weights as evaluated, None within an
+    epoch; statistics: BatchNorm's for averaged weights (`copied_statistics`), or None; about: see `about_model`.
     """
     assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
     if rank():
@@ -85,7 +87,10 @@ RESTORE = "restore a copy of it, or start anew in another run_dir"
 
 
 def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
-    """Read a file of `save_checkpoint` onto the CPU; the sentence for a damaged one ends with the way out."""
+    """Read a file of `save_checkpoint` onto the CPU.
+
+    `way_out` is the advice at the end of the sentence about a damaged file.
+    """
     try:
         payload = read_archive(path)
     except DamagedError as error:
@@ -102,7 +107,7 @@ def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
 
 
 def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[str, Any]) -> list[str]:
-    """A warning for each split that has other images than the checkpoint's; other classes are refused."""
+    """Return a warning for each split with other images; refuse other classes."""
     before, saved = payload["about"]["classes"], payload["results"]["data"]
     if before != classes:
         gone, new = sorted({*before} - {*classes}), sorted({*classes} - {*before})
@@ -119,12 +124,12 @@ def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[
 
 
 def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load the state of the checkpoint at `path`, of this payload, into a model built and prepared as then."""
+    """Load a checkpoint into a model that was built and prepared as then."""
     load_state(model, payload["model"], f"{path}: the checkpoint is of another model")
 
 
 def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load a checkpoint as evaluated: averages in place of trained weights, and BatchNorm's statistics for them."""
+    """Load a checkpoint as evaluated: averaged weights, with their BatchNorm statistics."""
     restore_model(path, payload, model)
     averages = payload["state"] and payload["state"]["ema"]
     if averages:
@@ -136,26 +141,28 @@ def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> Non
 
 
 def save_float_weights(path: Path, model: nn.Module) -> None:
-    """On rank 0, write the state_dict atomically as safetensors; a shared tensor is written under all of its names."""
+    """On rank 0, write the state_dict atomically as safetensors."""
     if rank():
         return
-    # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
+    # Safetensors refuses views and shared memory, and simple loaders expect every name: shared tensors are copied.
     state, layout = model.state_dict(), torch.contiguous_format
     tensors = {name: torch.clone(tensor.detach().cpu(), memory_format=layout) for name, tensor in state.items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", DIGEST: state_digest(tensors)})
 
 
-DIGEST = "sha256"
-"""Key of a safetensors file's metadata, a format without checksums: the `state_digest` of what was written."""
+DIGEST = "sha256"  # key of the `state_digest` in the metadata, since safetensors has no checksums
 
 
 class DamagedError(Exception):
-    """The content of a file is not what was written; the message is part of a sentence that names the file."""
+    """Raised if a file's content is not what was written."""
 
 
 def read_archive(path: Path) -> Any:
-    """Read a file of torch.save onto the CPU, tensors and plain values only; torch.load raises many kinds of errors."""
+    """Read tensors and plain values of a torch.save file onto the CPU.
+
+    Raises `DamagedError` for a wrong checksum; torch.load raises many kinds of errors.
+    """
     if zipfile.is_zipfile(path):  # torch before 1.6 wrote no archives
         try:
             with zipfile.ZipFile(path) as archive:
@@ -169,7 +176,7 @@ def read_archive(path: Path) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file onto the CPU; its digest is checked, if it has one."""
+    """Read a safetensors file onto the CPU, and check its digest if it has one."""
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         digest = (file.metadata() or {}).get(DIGEST)
@@ -179,7 +186,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """A SHA-256 of a state_dict: every name, type, shape and byte. Files of equal digests are of one model."""
+    """Return a SHA-256 over every name, type, shape and byte of a state_dict."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         content = tensor.detach().cpu().contiguous()
@@ -189,16 +196,16 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:
-    """Load a state_dict strictly; keys and shapes that differ become one sentence that begins with `where`."""
+    """Load a state_dict strictly; errors become a sentence that begins with `where`."""
     try:
         model.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # torch's message has one line for each difference
         differences = shorten(str(error).partition("\n")[2] or str(error), 300, placeholder=" ...")
         raise UserError(f"{where}: {differences}") from error
 
 
 def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
-    """Plain values: model, classes, the fields of `Preprocessing`, target, recipe as in the config, versions."""
+    """Return model, classes, preprocessing, target, recipe and versions as plain values."""
     kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
     return {
         "model": config.model.name,
@@ -211,7 +218,7 @@ def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocess
 
 
 def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
-    """The preprocessing that `about_model` noted; ValueError if it is incomplete."""
+    """Return the preprocessing noted by `about_model`; ValueError if incomplete."""
     try:
         kept = {field.name: about[field.name] for field in fields(Preprocessing)}
         mean, std = (tuple(float(value) for value in kept[name]) for name in ("mean", "std"))
@@ -221,7 +228,7 @@ def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
 
 
 def export_metadata(about: dict[str, Any], results: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """For `qat.export_onnx(metadata=...)`: `about`, the stages' accuracies, the epoch, and `state_digest`."""
+    """Return metadata for `qat.export_onnx`: about, accuracies, epoch and digest."""
     stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
     known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}
     return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model.state_dict())}

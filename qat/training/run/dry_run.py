@@ -1,4 +1,4 @@
-"""`--dry-run`: the layers that a run would train, what they cost, and about how long it takes; nothing is written."""
+"""`--dry-run`: layers, cost and estimated time of a run, without writing files."""
 
 import itertools
 import tempfile
@@ -22,11 +22,11 @@ from qat.training.run.checkpoint import save_float_weights
 from qat.training.run.folder import FLOAT_WEIGHTS
 from qat.training.run.logging import RunLog
 
-STEPS = 3  # steps of a stage that are timed, behind one that is not
+STEPS = 3  # timed steps of a stage, after one that warms up
 
 
 def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module, prepared: nn.Module) -> None:
-    """Print the layers with their cost, and the time of a run as some real training steps of each kind have it."""
+    """Print the layers, their cost, and the time of a run, from a few real steps."""
     if rank_count() > 1:
         raise UserError("--dry-run: is for one process; start it without torchrun")
     if len(data.train) == 0:
@@ -47,7 +47,7 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
     seconds, layout = 0.0, torch.channels_last if config.channels_last else torch.preserve_format
     with tempfile.TemporaryDirectory(prefix="qat_dry_run_") as name:
         folder = Path(name)
-        save_float_weights(folder / FLOAT_WEIGHTS, model)  # a teacher's, if they are the run's own
+        save_float_weights(folder / FLOAT_WEIGHTS, model)  # the run's own model may be the teacher
         stages = (("float", model, config.float, float_epochs), ("qat", prepared, config.qat, epochs))
         for stage, each, settings, count in stages:
             if count:
@@ -75,7 +75,7 @@ def _seconds_of_epoch(run: StageRun) -> float:
     def validate() -> None:
         evaluate(run.model, val, run.device, channels_last=run.config.channels_last)
 
-    step()  # the first one compiles
+    step()  # compiles and allocates
     steps = timeit(step, number=STEPS) / STEPS * run.steps_per_epoch
     training.aids.before_evaluation()
     validate()

@@ -1,5 +1,7 @@
-"""The export at the end of a run and its proof: a comparison of the file with the model, with exact products and in the
-runtime's default session."""
+"""Export at the end of a run, and its proof: the file compared with the model.
+
+Products are exact; where the runtime's default session computes others, it is compared too.
+"""
 
 import logging
 import math
@@ -37,7 +39,7 @@ from qat.training.run.logging import RunLog
 logger = logging.getLogger("qat")
 
 FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
-MOST_DIFFERING = 3  # number of layers for which the summary gives the number of differing integers
+MOST_DIFFERING = 3  # layers in the summary, with their counts of differing integers
 
 WAYS_OUT = (
     "exact are a session with session.x64quantprecision=1 in its options, and a model that cannot saturate"
@@ -47,22 +49,22 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of the comparison, with exact products."""
+    """Results of the comparison, with exact products."""
 
     results: dict[str, Any]
     layers: list[LayerDifference]
     saturation: list[Saturation]
-    differences: Differences | None = None  # what is behind predictions that differ, if too few are equal
-    collapsed: frozenset[str] = frozenset()  # the quantizers of activations whose scale rests on its floor
+    differences: Differences | None = None  # causes of differing predictions, if too few are equal
+    collapsed: frozenset[str] = frozenset()  # quantizers of activations whose scale rests on its floor
 
     def problems(self) -> list[str]:
-        """The reasons why the proof fails, as parts of one sentence; empty if it does not."""
+        """Return the reasons why the proof fails, as parts of one sentence."""
         found = []
         shares = {
             "of its predictions are the torch model's": self.results["agreement"],
             "of its answers have values that are the torch model's": self.results["close"],
         }
-        few = [f"{100 * share:.2f} % {what}" for what, share in shares.items() if not share >= MIN_AGREEMENT]
+        few = [f"{100 * share:.2f} % {what}" for what, share in shares.items() if not share >= MIN_AGREEMENT]  # or NaN
         if few and not (self.differences and self.differences.explained):
             found.append(f"only {few[0]}, and near-ties of rounding do not explain the others ({self._largest_gap()})")
         wrong = [layer.name for layer in self.layers if layer.largest > 1]
@@ -83,7 +85,7 @@ class Proof:
         return problems and f"{problems}; do not deploy it: docs/run_folder.md says what now (Exit status 1)"
 
     def warnings(self) -> list[str]:
-        """What a run that passes has to say all the same."""
+        """Return warnings to print although the proof holds."""
         differences = self.differences
         if differences is None or self.results["agreement"] >= MIN_AGREEMENT or self.problems():
             return []
@@ -117,7 +119,7 @@ class Proof:
         return lines
 
     def saturation_table(self) -> str:
-        """The table for layers.txt of the layers that may saturate in 16-bit sums."""
+        """Return the table for layers.txt of layers that may saturate in 16-bit sums."""
         layers = self.results["saturation"]["layers"]
         if not layers:
             return "sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session"
@@ -129,7 +131,7 @@ class Proof:
 
 
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
-    """Compare the file of `export_onnx` with the model: predictions on all batches, integers on the first.
+    """Compare predictions on all batches, and integers on the first one.
 
     If too few predictions or values are right, `qat.export.explain_differences` looks for the reason.
     """
@@ -203,10 +205,10 @@ def export_and_prove(
     metadata: Mapping[str, Any],
     log: RunLog,
 ) -> Proof:
-    """Write the model, run it over the batches, and compare predictions and integers.
+    """Write the model, run it over the batches, and compare it with the file.
 
     With `export.exact_sums: auto`, if predictions differ and ONNX Runtime adds integers, a second file adds in float32
-    as torch does; it takes the first one's place if more of its predictions are the model's.
+    as torch does. It replaces the first one if more of its predictions are the model's.
     """
     wanted = config.export.exact_sums
     with replacing(path) as temporary:

@@ -1,4 +1,4 @@
-"""The report at the end of a run: summary.json and a small table on the terminal."""
+"""Report at the end of a run: summary.json, and a table on the terminal."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.run.folder import write_text
 
-ROWS = {
+ROWS = {  # keys of the results (nested keys after a dot), and their names in the table, in its order
     "float": "float",
     "float_finetune": "float, fine-tuned as QAT",
     "calibrated": "calibrated (PTQ)",
@@ -23,13 +23,15 @@ ROWS = {
     "onnx": "ONNX Runtime, integers",
     "onnx.default_session": "ONNX Runtime, default session",
 }
-"""Keys of the results (nested keys after a dot) and their names in the table, in its order."""
 
 
 def write_summary(
     path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
 ) -> dict[str, Any]:
-    """Write summary.json: results, what is needed to reproduce them, and the exit status; `problem` is "" if proven."""
+    """Write summary.json: results, how to reproduce them, and the exit status.
+
+    `problem` says why the proof failed; "" if it holds.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     summary = {
@@ -57,9 +59,9 @@ def write_summary(
 
 
 def report_lines(summary: dict[str, Any]) -> list[str]:
-    """What a run says at its end of its summary: the table, and what has to be known to read it."""
+    """Return the lines that a run prints of its summary: table, noise, versions."""
     lines = [*table(table_rows(summary), numbers=True), ""]
-    if "val_images" in summary:  # benchmarks/results has summaries without
+    if "val_images" in summary:  # old summaries in benchmarks/results have none
         lines.append(noise_of(summary["qat"]["top1"], summary["val_images"]))
     threads = summary["machine"]["threads"]
     time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
@@ -76,7 +78,9 @@ def noise_of(top1: float, images: int) -> str:
 
 
 def deviation_of(top1: float, images: int) -> float:
-    """Two standard deviations of an accuracy in percent; near 0 and 100 the rule of three, 3 in n.
+    """Return two standard deviations of an accuracy in percent.
+
+    Near 0 and 100, where this falls to 0, it is the rule of three: 3 in n.
 
     >>> round(deviation_of(90, 1000), 2), deviation_of(100, 40)
     (1.9, 7.5)
@@ -106,9 +110,9 @@ def results_by_row(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
-    """Which weights are exported, and which of an earlier export they replace.
+    """Say which weights are exported, and which earlier export they replace.
 
-    Both are sections `qat` of summary.json; `before` is empty if nothing was exported.
+    Both arguments are `qat` sections of summary.json; `before` is empty if nothing was exported.
 
     >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
     >>> describe_choice(three, {})

@@ -1,4 +1,4 @@
-"""The stages of a run: each trains or computes, writes its result, and is skipped by a run that had finished it."""
+"""Stages of a run, from the float model to the proof of the file."""
 
 import json
 from dataclasses import dataclass, field
@@ -33,25 +33,27 @@ from qat.training.run.logging import RunLog, add_layout
 from qat.training.run.proof import export_and_prove
 from qat.training.run.report import describe_choice
 
-HOW_IT_TRAINS = (
+HOW_IT_TRAINS = (  # explains the table of `qat.explain` to a reader of layers.txt
     "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"
     " in float32 on the same grids, by torch's own operations. Both are the same function, which is exported."
 )
-"""What a reader of layers.txt needs for `qat.explain`'s table."""
 
 
 @dataclass
 class Stages:
-    """The stages of a run. Each writes its result; a resumed run skips the stages that it had finished."""
+    """Stages of a run, in the order of its methods.
+
+    Each stage writes its result; a resumed run skips those that it had finished.
+    """
 
     config: RunConfig
     data: Data
     device: torch.device
-    prepared: dict[str, nn.Module]  # the model on the grids of each stage, as it was prepared at the start of the run
+    prepared: dict[str, nn.Module]  # by stage: the model on its grids, as prepared at the start of the run
     log: RunLog
     folder: RunFolder
-    before: dict[str, Any]  # the summary of the finished run that this one goes on with; empty if there is none
-    resumed: dict[str, Any] | None
+    before: dict[str, Any]  # summary of the finished run that is extended; else empty
+    resumed: dict[str, Any] | None  # payload of the checkpoint
     results: dict[str, Any]
     about: dict[str, Any]
     steps: int = 0
@@ -59,9 +61,9 @@ class Stages:
     compared: list[LayerDifference] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.order = list(stages.stages_of(self.config))  # the names of the stages that train
-        self.first_on_grids = self.order[2]
-        self.float_weights = self.folder.path / FLOAT_WEIGHTS  # which QAT starts from
+        self.order = list(stages.stages_of(self.config))
+        self.first_on_grids = next(iter(stages.progressive_stages(self.config.qat)), "qat")
+        self.float_weights = self.folder.path / FLOAT_WEIGHTS  # QAT starts from these
 
     def float_baseline(self, model: nn.Module) -> None:
         """Train the float model, or use it as loaded; QAT starts from its weights."""
@@ -75,16 +77,16 @@ class Stages:
             self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
 
     def float_finetune(self, model: nn.Module) -> None:
-        """Fine-tune the float model with QAT's settings and all of its epochs, for a fair comparison."""
+        """Fine-tune the float model as QAT does, for a fair comparison."""
         if not self._is_finished("float_finetune"):
             load_float_weights(model, self.float_weights, self.config.model.name)
         self._train("float_finetune", model)
 
     def quantized(self, model: nn.Module) -> nn.Module:
-        """Give the prepared model the float weights, log what stays float, and write the table of layers."""
+        """Return the prepared model with float weights; write its table of layers."""
         prepared = self._on_grids("qat", self.config, model)
         layers = qat.summary(prepared)
-        if not self._has_begun("qat"):  # otherwise the file already shows what was learned
+        if not self._has_begun("qat"):  # else the file already shows learned ranges
             write_text(self.folder.path / LAYERS, layers + "\n")
         lines = layers.splitlines()
         end = lines.index("")
@@ -93,11 +95,11 @@ class Stages:
         return prepared
 
     def calibrate(self, model: nn.Module) -> None:
-        """Set the activation ranges from training images, and evaluate the calibrated model."""
+        """Set the activation ranges from training images, and evaluate the model."""
         if self._has_begun(self.first_on_grids):
             return
         with value_errors_reported():
-            own = self.config.float.epochs == 0
+            own = self.config.float.epochs == 0  # ranges that the user's own layers have learned stay
             qat.calibrate(model, self._sample(alone=True), only_missing=own, steps=self._steps())
         self._write_layers(model)
         self.log.begin(self.first_on_grids, self.steps)
@@ -110,7 +112,7 @@ class Stages:
             add_layout(self.log, model, statistics)
 
     def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
-        """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
+        """Train on the grids of `qat.progressive` in turn, each from the last weights."""
         trained: nn.Module | None = None
         for name, stage in stages.progressive_stages(self.config.qat).items():
             on_grids = model
@@ -125,7 +127,7 @@ class Stages:
 
     def _on_grids(self, name: str, config: RunConfig, float_model: nn.Module) -> nn.Module:
         prepared = self.prepared.pop(name)
-        # What a resumed run has prepared had other weights than the run's, and so its ranges.
+        # A resumed run prepared its model with other weights than the run's, and so with other ranges.
         if self.resumed or prepared.load_state_dict(float_model.state_dict(), strict=False).unexpected_keys:
             prepared = prepare_model(float_model, config, self.data.image_shape)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
@@ -139,12 +141,12 @@ class Stages:
             qat.calibrate(model, self._sample(alone=True), steps=self._steps() if trained is None else [])
 
     def qat(self, model: nn.Module) -> None:
-        """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
+        """Fine-tune with quantization, choose the epoch, and write the table of layers."""
         self._train("qat", model)
         self._write_layers(model)
 
     def export(self, model: nn.Module) -> str:
-        """Write and prove model.onnx; return why the proof failed, "" if it holds, or if nothing is exported."""
+        """Write and prove model.onnx; return why the proof failed, or ""."""
         if not self.config.export.onnx:
             if (self.folder.path / MODEL).exists():
                 self.warn([f"{MODEL} is of an earlier export: export.onnx is false"])
@@ -228,7 +230,7 @@ class Stages:
 
 
 def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
-    """At the end of QAT, load the best epoch if `export.weights` says so; return the epoch and its evaluation."""
+    """Load the epoch that `export.weights` names; return it with its evaluation."""
     path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
     if run.config.export.weights == "last" or epochs == 0:
         return epochs, last
