@@ -1,4 +1,7 @@
-"""`load`: from a run back to the model; the training script is imported late, so that `import qat` is light."""
+"""Loading of a run's model.
+
+The training script is imported late, so that `import qat` stays light.
+"""
 
 import copy
 import os
@@ -10,15 +13,15 @@ from torch import nn
 
 
 def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> nn.Module:
-    """The model of a run of `train.py`, with its weights as they were evaluated, in eval mode, on the CPU.
+    """Load the model of a run of `train.py`, with its weights as evaluated.
 
         model = qat.load("runs/x")
         with torch.no_grad():
             scores = model(model.transform("cat.jpg")).softmax(1)
         print(model.classes[scores.argmax()])
 
-    The model is the prepared one, or the float model if the checkpoint is of a run's float stage. Nothing is
-    downloaded, and the data are not read; the folder may have been moved. It has
+    The model is the prepared one, or the float model if the checkpoint is of a run's float stage, in eval mode on the
+    CPU. Nothing is downloaded, and the data are not read; the folder may have been moved. It has
 
     - `model.classes`: the names of the classes, a list;
     - `model.transform`: called with a path, a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), returns
@@ -98,7 +101,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
             model = copy.deepcopy(float_model)
         if stage == "qat":
             size = config.data.image_size
-            with problems_of(str(file)):  # rules and targets of the user's have to be registered
+            with problems_of(str(file)):  # such as rules and targets that are not registered
                 model = prepare_model(model, config, (3, size, size))
     checkpoint.load_evaluated(file, payload, model)
     with value_errors_reported(f"{file}: "):

@@ -1,4 +1,4 @@
-"""`QuantRecipe`: the grids of a whole model."""
+"""Recipe: the grids of a whole model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,25 +14,22 @@ if TYPE_CHECKING:
 
 Position = Literal["first", "last"]
 
+# Least bits of tensors that sums and averages read, by default: ResNet-20 W2A2 gains 7 points (docs/measurements.md).
 RESIDUAL_BITS = 8
-"""What sums and averages read has at least so many bits, unless a recipe says otherwise: ResNet-20 W2A2 gains 7 points
-(docs/measurements.md)."""
-
-TYPE_PREFIX = "type:"
-"""Prefix of an override's key that names classes of layers."""
+TYPE_PREFIX = "type:"  # of an override's key that names classes of layers
 
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """The recipe of one layer: the grid of its weight, the grid of its input, and which pattern skips it, if any."""
+    """Recipe of one layer."""
 
     weight: QuantSpec
-    activation: QuantSpec
-    skipped_by: str | None = None
+    activation: QuantSpec  # of its input
+    skipped_by: str | None = None  # the pattern that leaves it in float
 
 
 class Override(TypedDict):
-    """What a key of `overrides` may change."""
+    """Changes under a key of `overrides`."""
 
     weight: Mapping[str, Any]
     activation: Mapping[str, Any]
@@ -41,7 +38,7 @@ class Override(TypedDict):
 
 @dataclass(frozen=True)
 class QuantRecipe:
-    """The grid of every tensor of a model.
+    """Grids of all tensors of a model.
 
     Args:
         weight: grid of weights: a spec, or a mapping of its fields. The target chooses what it leaves open.
@@ -82,7 +79,7 @@ class QuantRecipe:
     last_bits: int | None = None
     residual_bits: int | None = None
 
-    if TYPE_CHECKING:  # what goes in; `__post_init__` completes the specs
+    if TYPE_CHECKING:  # the fields are complete specs, the arguments need not be
 
         def __init__(
             self,
@@ -118,7 +115,7 @@ class QuantRecipe:
 
     @property
     def profile(self) -> TargetProfile:
-        """The target's profile: what it computes in integers, and on which grids."""
+        """Profile of the target: its integer operations and their grids."""
         return profile_of(self.target)
 
     @property
@@ -130,10 +127,11 @@ class QuantRecipe:
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
     ) -> LayerRecipe:
-        """The grids of a layer: the recipe's own, then first_bits or last_bits, then every override that matches.
+        """Return the grids of a layer.
 
-        `kind` is the class of the float layer, without its parametrizations; None ignores overrides by type. `position`
-        is "first" or "last" in the order of execution.
+        They are the recipe's own, with first_bits or last_bits, and then every override that matches. `kind` is the
+        class of the float layer, without its parametrizations; None ignores overrides by type. `position` is "first" or
+        "last" in the order of execution.
 
         >>> from torch import nn
         >>> recipe = QuantRecipe(last_bits=6, overrides={nn.Linear: {"weight": {"init": "mse"}}})
@@ -151,9 +149,10 @@ class QuantRecipe:
 
     @staticmethod
     def matches(pattern: str, name: str, kind: "type[nn.Module] | str | None" = None) -> bool:
-        """Whether a key of `overrides` matches a layer; a key that names a module matches all layers in it.
+        """Return True if a key of `overrides` matches a layer.
 
-        `kind` is the class of the float layer, or its name; None matches no `type:` key.
+        A key that names a module matches all layers in it. `kind` is the class of the float layer, or its name; None
+        matches no `type:` key.
 
         >>> QuantRecipe.matches("layer1", "layer1.0.conv1"), QuantRecipe.matches("type:Linear", "fc")
         (True, False)
@@ -185,7 +184,10 @@ class QuantRecipe:
 
 
 def grid_refusal(profile: TargetProfile, role: Role, spec: QuantSpec) -> str | None:
-    """Why a target does not run a grid, or this library cannot fold it, and what to use instead; None if they do."""
+    """Return why a target does not run a grid, or None.
+
+    The sentence says what to use instead. The library itself cannot fold affine weights.
+    """
     if role == "weight" and not spec.symmetric:
         rule = " and rule='lsq'" if spec.rule == "lsq_plus" else ""
         return f"an affine weight has no exact BatchNorm folding; use symmetric=True{rule}"
@@ -218,8 +220,10 @@ def _check_fields(where: str, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{where}: {problem}")
 
 
-def pattern_of(key: Any) -> str | None:
-    """A key of `overrides` as text: nn.Linear is "type:Linear"; None for what is neither text nor a class.
+def pattern_of(key: object) -> str | None:
+    """Return a key of `overrides` as text: "type:Linear" for nn.Linear.
+
+    None is for what is neither text nor a class.
 
     >>> pattern_of(int), pattern_of("layer1.*"), pattern_of(4)
     ('type:int', 'layer1.*', None)
@@ -258,16 +262,16 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
 
 
 class ScopedRecipe:
-    """A recipe for the graph at a path of the model; `first` and `last` name its layers at both ends, "" if unknown."""
+    """Recipe for the graph at a path of the model."""
 
-    first = last = ""
+    first = last = ""  # names of its first and last layer, if known
 
     def __init__(self, recipe: QuantRecipe, prefix: str = "") -> None:
         self.recipe, self.prefix = recipe, prefix
         self.activation, self.residual, self.profile = recipe.activation, recipe.residual, recipe.profile
 
     def for_layer(self, name: str, kind: "type[nn.Module] | None" = None) -> LayerRecipe:
-        """The grids of a layer of the graph."""
+        """Return the grids of a layer of the graph."""
         position: Position | None = None
         if name and name in (self.first, self.last):
             alone = self.first == self.last  # then first_bits wins, if it is set
@@ -275,5 +279,5 @@ class ScopedRecipe:
         return self.recipe.for_layer(self.full_name(name), kind, position)
 
     def full_name(self, name: str) -> str:
-        """The name in the whole model of something in the graph."""
+        """Return the name in the whole model of something in the graph."""
         return f"{self.prefix}.{name}" if self.prefix else name

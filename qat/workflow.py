@@ -1,4 +1,4 @@
-"""`prepare`: a quantized copy of a float model.
+"""Preparation of a float model: a quantized copy.
 
 Only this file knows both graphs of a prepared model: the plain one, and the one that trains on codes.
 """
@@ -48,7 +48,7 @@ def prepare(
 def prepare(
     model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Inputs | None = None, *, dry_run: bool = False
 ) -> nn.Module | str:
-    """A copy of the model with quantized layers and quantizers; the model itself is untouched.
+    """Return a copy of the model with quantized layers and quantizers.
 
     Every tensor that a quantized layer or a matrix product reads gets one quantizer, at its producer. Sums,
     concatenations and averages compute on grids if their result is read as integers. A BatchNorm directly after a
@@ -119,7 +119,7 @@ def prepare(
 
 
 def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
-    """Copy the float model's train and eval modes, module by module: a BatchNorm that is in eval() stays so."""
+    # Module by module: a BatchNorm that is in eval() stays so.
     prepared.train(model.training)
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
@@ -132,7 +132,10 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
 
 
 def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:
-    """Run the model once in evaluation, and check that every activation quantizer sees a tensor, but the user's own."""
+    """Run the model in evaluation; refuse activation quantizers that never run.
+
+    The user's `own` ones need not run.
+    """
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     silent = {name for name in quantizers if not name.endswith("weight_quantizer")} - own
     with ExitStack() as undo:

@@ -1,6 +1,6 @@
-"""How fast the integer model is beside float in the same runtime: latency by batch size and threads, and sizes.
+"""Measure latency and size of the integer model, beside float in the same runtime.
 
-In LiteRT and TensorFlow Lite Micro the integer model alone is measured.
+Rows are by batch size and threads. In LiteRT and TensorFlow Lite Micro only the integer model is measured.
 The integer model runs as its answers are proven. Where the runtime's default session multiplies otherwise (x86 without
 VNNI), it has a second row, with the share of a batch of validation images for which it predicts the same.
 """
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from qat.cli.runs import add_overrides, add_run, check_folder_of, count, counts, open_run
-from qat.cli.runtimes import RUNTIMES, Session, default_differs, open_file
+from qat.cli.runtimes import RUNTIMES, Array, Session, default_differs, open_file
 from qat.export.onnx.program import quiet_export
 from qat.text import first_line, table
 from qat.training.errors import UserError
@@ -28,8 +28,8 @@ from qat.training.report.figures import can_draw
 from qat.training.run.folder import LATENCY, MODEL
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
-ROUND = 0.05  # seconds that a model runs before the other one's turn, at least one call
-DEFAULT = "integers, default session"  # the row of a session without options, where that does not multiply exactly
+ROUND = 0.05  # seconds that a model runs before the next one's turn; at least one call
+DEFAULT = "integers, default session"  # row of a session without options, where that does not multiply exactly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,15 +110,18 @@ def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: in
     found = {name: median(turn[name] for turn in turns) for name in sessions}
     return [
         {
-            "model": name, "batch": batch, "threads": threads, "milliseconds": 1000 * seconds,
+            "model": name,
+            "batch": batch,
+            "threads": threads,
+            "milliseconds": 1000 * seconds,
             "images_per_second": batch / seconds,
             "of_float": seconds / found["float"] if "float" in found else None,
         }
         for name, seconds in found.items()
-    ]  # fmt: skip
+    ]
 
 
-def _one_turn(session: Session, images: Any) -> float:  # the mean seconds of a call
+def _one_turn(session: Session, images: Array) -> float:  # the mean seconds of a call
     started, calls = time.perf_counter(), 0
     while (spent := time.perf_counter() - started) < ROUND or not calls:
         session.run(images)

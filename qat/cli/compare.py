@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their configs, and what they reached.
+"""Compare runs: differences of their configs, and their results.
 
 It reads config.yaml and summary.json alone. Rows of the config in which all runs are equal are left out.
 """
@@ -16,7 +16,7 @@ from qat.training.run.folder import read_summary
 from qat.training.run.report import ROWS
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
-PLACE = {"run_dir", "resume"}  # keys that say where a run is, and not what it does
+PLACE = {"run_dir", "resume"}  # the place of a run, no part of what it does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The accuracy of a run's model on its validation split, in one or several runtimes, and whether they agree.
+"""Measure validation accuracy in one or several runtimes, and their agreement.
 
 Where a runtime's default session does not multiply exactly (x86 without VNNI), it has a row of its own.
 """

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import qat
 from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
@@ -20,6 +20,7 @@ from qat.export.onnx.operators import OPSET, OPSETS
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.export.ties import explained
 from qat.layers import QuantLayer
+from qat.training.data.loaders import Batch
 from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import about_model, export_metadata
@@ -27,13 +28,11 @@ from qat.training.run.folder import MODEL, read_summary
 from qat.training.run.proof import prove
 
 EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
-
-
-OPTIONS = {
+OPTIONS = {  # by target
     "onnx": ("format", "exact_sums", "unpacked", "opset", "input", "output", "pixels"),
     "litert": ("integer_ends", "four_bits", "c_array", "table", "vela"),
 }
-NEEDED = {
+NEEDED = {  # by option of litert, the module that it needs, and its package
     "target": ("ai_edge_litert", "ste-qat[litert]"),
     "table": ("tflite_micro", "ste-qat[litert]"),
     "vela": ("ethosu", "ethos-u-vela"),
@@ -146,10 +145,11 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
     return 1
 
 
-def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:
+# ONNX Runtime's answers to pixels, against torch's to what the file makes of them.
+def _prove_pixels(opened: Run, path: Path, batches: Iterable[Batch]) -> int:
     engine, model, kept = Run(path).engine("onnxruntime"), opened.quantized, opened.transform.preprocessing
 
-    def answer(batch: Any) -> tuple[Any, Pair]:
+    def answer(batch: Batch) -> tuple[Tensor, Pair]:
         return opened.as_pixels(batch[0]), ([in_torch(model, batch[0])], [engine(batch[0])], None)
 
     comparison, normalize = LayerComparison(path, model), ToInput(kept.mean, kept.std)

@@ -1,4 +1,4 @@
-"""What the model sees in pictures: the classes with the highest scores, of the integer model and of float."""
+"""Classify pictures: the classes with the highest scores, integer model and float."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
-"""`report.html` of a run, drawn anew from what lies in its folder, or one page with several runs side by side.
+"""Draw the report of a run anew, or one page of several runs side by side.
 
-A run writes its own at its end. What the verbs evaluate and sensitivity have measured since is drawn too.
+A run writes report.html at its end. Results of the verbs evaluate and sensitivity since then are drawn too.
 """
 
 import argparse

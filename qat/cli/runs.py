@@ -1,4 +1,4 @@
-"""What RUN names: the folder of a run of train.py, or its file; its engines; arguments that several verbs share."""
+"""Run folder or file that RUN names, and arguments that several verbs share."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ HINT = "or a model.onnx or model.tflite"
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """RUN, and the code of the user's own that it needs: rules and targets, and what builds the float model."""
+    """Add RUN, and the user's code that it needs: rules, targets, the float model."""
     parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
     builder = "builds the float model, for runs of a model of your own"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:CALLABLE", help=builder)
@@ -47,32 +47,32 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Changes of the run's config, such as where its data lie now."""
+    """Add changes of the run's config, such as where its data lie now."""
     text = "changes of the run's config: data.root=..."
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
 
 
 def count(text: str) -> int:
-    """For `type=`: a whole number above 0."""
+    """Parse a whole number above 0, for `type=`."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """For `type=`: whole numbers above 0, with commas."""
+    """Parse whole numbers above 0 with commas, for `type=`."""
     return list(dict.fromkeys(count(number) for number in text.split(",")))
 
 
 def number(text: str) -> float:
-    """For `type=`: a number that is not nan or inf."""
+    """Parse a number other than nan and inf, for `type=`."""
     if not math.isfinite(value := float(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a number")
     return value
 
 
 def check_folder_of(option: str, path: Path) -> None:
-    """Refuse a file to write whose folder is missing, before any work."""
+    """Refuse a file whose folder is missing, before any work."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 
@@ -82,10 +82,10 @@ Engine: TypeAlias = Callable[[Tensor], Tensor]  # from images (N, 3, H, W) float
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or its exported file alone; `builder` names the user's own float model, where needed."""
+    """Run folder, or its exported file alone."""
 
     path: Path
-    builder: str | None = None
+    builder: str | None = None  # `package.module:callable` of the user's own float model
 
     @property
     def folder(self) -> Path:
@@ -95,7 +95,7 @@ class Run:
         return self.path
 
     def file(self, runtime: str) -> Path:
-        """The integer model that a runtime reads; a UserError if there is none."""
+        """Return the integer model that a runtime reads; UserError if there is none."""
         name = RUNTIMES[runtime].file
         if not self.has(runtime):
             if self.path.is_file():
@@ -105,13 +105,13 @@ class Run:
         return self.path / name if self.path.is_dir() else self.path
 
     def has(self, runtime: str) -> bool:
-        """Whether there is an integer model for a runtime."""
+        """Return True if there is an integer model for a runtime."""
         name = RUNTIMES[runtime].file
         return (self.path / name).is_file() if self.path.is_dir() else self.path.suffix == Path(name).suffix
 
     @property
     def runtime(self) -> str:
-        """What runs it by default: the first that reads its file, or torch if there is none."""
+        """Default runtime: the first that reads the file, or torch without a file."""
         return next((name for name in RUNTIMES if self.has(name)), "torch")
 
     @cached_property
@@ -136,7 +136,7 @@ class Run:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What the file or the summary says of classes and preprocessing."""
+        """Classes and preprocessing, as the file or the summary has them."""
         if self.runtime != "torch":
             about = notes_of(self.file(self.runtime))
         else:
@@ -148,7 +148,10 @@ class Run:
         return about
 
     def engine(self, runtime: str, *, exact: bool = True) -> Engine:
-        """The model in a runtime; `float` is the float model before QAT, in torch. `exact` is as for `open_file`."""
+        """Return the model in a runtime; `float` is the float model before QAT, in torch.
+
+        `exact` is as for `open_file`.
+        """
         if runtime in RUNTIMES:
             session = open_file(self.file(runtime), runtime, exact=exact)
 
@@ -161,7 +164,7 @@ class Run:
         return lambda images: in_torch(model, images)
 
     def as_pixels(self, images: Tensor) -> Tensor:
-        """Normalised images (N, 3, H, W) as the uint8 pixels (N, H, W, 3) that they were."""
+        """Return the uint8 pixels (N, H, W, 3) of normalised images (N, 3, H, W)."""
         kept = self.transform.preprocessing
         return ToInput(kept.mean, kept.std).undone(images).permute(0, 2, 3, 1).contiguous()
 
@@ -172,8 +175,10 @@ class Run:
         return model.eval()
 
     def calibrated(self, data: Data, changed: QuantizationConfig | None = None) -> nn.Module:
-        """The model as QAT began with it: the float weights on grids, the run's or others, with ranges from training
-        images."""
+        """Return the model as QAT began with it: calibrated, with float weights.
+
+        Its grids are the run's or `changed` ones.
+        """
         given = changed or self.config.quantization
         config = self.config.model_copy(update={"quantization": given})
         model = prepare_model(self.float_model, config, data.image_shape)
@@ -183,12 +188,12 @@ class Run:
         return model
 
     def keep(self, file: str, results: dict[str, Any]) -> None:
-        """Leave what a verb has measured in the run folder, for its report."""
+        """Keep results of a verb in the run folder, for its report."""
         if self.path.is_dir():
             write_text(self.path / file, json.dumps(results, indent=1) + "\n")
 
     def data(self, overrides: list[str]) -> Data:
-        """The data of the run, whose folder may have moved since: `data.root=...`."""
+        """Load the data of the run; overrides say where they lie now."""
         config = load_config(str(self.folder / RESOLVED_CONFIG), overrides)
         data = load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
         if data.classes != self.classes:
@@ -211,7 +216,7 @@ class Run:
 
 
 def open_run(path: str, builder: str | None = None) -> Run:
-    """The run that the user names."""
+    """Open the run that the user names."""
     file = Path(os.path.expanduser(path))
     if not file.exists():
         raise UserError(f"RUN: '{path}' does not exist{looked_in(file)}; give a run folder of train.py, {HINT}")
@@ -223,6 +228,6 @@ def open_run(path: str, builder: str | None = None) -> Run:
 
 
 def in_torch(model: nn.Module, images: Tensor) -> Tensor:
-    """The scores of a model in eval mode."""
+    """Return the scores of a model in eval mode."""
     with torch.no_grad():
         return split_output(model(images), len(images))[0].float()

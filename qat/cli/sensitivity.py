@@ -1,4 +1,4 @@
-"""Which layers quantization costs accuracy: each with only it quantized, and with all but it, on validation images.
+"""Measure which layers cost accuracy: quantized alone, and all but it, on validation.
 
 It measures the calibrated model, before QAT, whose weights are those of the float model. After QAT (`--trained`) the
 weights live on their grids: at few bits they make no float model, and only the last column says something.
@@ -20,6 +20,7 @@ from qat.cli.runs import add_overrides, add_run, count, in_torch, open_run
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.text import table
+from qat.training.data.loaders import Batch
 from qat.training.errors import value_errors_reported
 from qat.training.report.findings import change_of, stands_out
 from qat.training.report.page import write_report
@@ -28,7 +29,8 @@ from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat sensitivity runs/resnet_int8"
-BITS, MOST = 8, 5  # what a layer gets that stands out with fewer; so many layers at most
+BITS = 8  # suggested for a layer that stands out with fewer
+MOST = 5  # suggested layers
 Result = dict[str, Any]
 
 
@@ -64,9 +66,9 @@ def run(given: argparse.Namespace) -> int:
 
 
 # Top-1 in percent, mean cross-entropy, and two standard deviations of its difference to the first two calls', which are
-# the whole model and float. The images are the same in all calls, so deviations are those by image.
+# of the whole model and of float. The images are the same in all calls, so deviations are those by image.
 class _Evaluation:
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches: list[Batch]) -> None:
         self.batches, self.images = batches, sum(len(labels) for _, labels in batches)
         self.first: list[Tensor] = []
 
@@ -97,10 +99,7 @@ def _table(result: Result) -> list[str]:
 
 
 def suggested(result: Result, model: nn.Module) -> Result:
-    """Overrides for the layers that cost most: 8 bits for what has fewer, float for a layer that has 8.
-
-    These are the layers that `stands_out` names.
-    """
+    """Return overrides for the layers that stand out: 8 bits, or float at 8 already."""
     found = Result()
     for row in sorted(result["layers"], key=lambda row: row["all_but"]["both"]["loss"]):
         layer, owner = (model.get_submodule(name) for name in (row["name"], row["name"].rpartition(".")[0]))

@@ -1,4 +1,4 @@
-"""`update_ewgs`: the delta of element-wise gradient scaling from the trace of the Hessian."""
+"""Delta of element-wise gradient scaling, from the trace of the Hessian."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,14 +13,15 @@ from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
 from qat.quantizer.granularity import to_groups
 
-SPREAD = 3.0
-"""The paper's G, one gradient that represents a tensor's, in standard deviations of them."""
+SPREAD = 3.0  # the paper's G, a gradient that represents a tensor's, in their standard deviations
 
 
 def update_ewgs(
     model: nn.Module, loss_function: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any], draws: int = 1
 ) -> dict[str, float]:
-    """Set delta of every quantizer with `ewgs="hessian"` that is not switched off; the paper calls it every ten epochs.
+    """Set the delta of every quantizer with `ewgs="hessian"`.
+
+    The paper calls it every ten epochs. Quantizers that are switched off are left out.
 
     delta = max(0, scale * (qmax - qmin) * Tr(H)/N / G). H is the Hessian of the loss with respect to the N values of
     the quantized tensor; its trace is estimated with random signs (Hutchinson). G is three standard deviations of their
@@ -46,14 +47,14 @@ def update_ewgs(
     if not quantizers:
         return {}
     reshard(model)
-    if any(is_sharded(parameter) for parameter in model.parameters()):  # whose memory is gone at the second derivative
+    if any(is_sharded(parameter) for parameter in model.parameters()):  # the second derivative finds their memory gone
         raise ValueError("update_ewgs: the weights are sharded over the ranks; call it before fully_shard")
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     totals = {name: torch.zeros(3, device=module.ewgs_delta.device) for name, module in quantizers.items()}
     generator = torch.Generator().manual_seed(0)
     count = 0
     for module in quantizers.values():
-        module.ewgs_delta.zero_()  # estimate the loss itself, without the current correction
+        module.ewgs_delta.zero_()  # the Hessian is of the loss itself, without the current correction
     try:
         with torch.enable_grad():
             for batch in batches:
@@ -77,7 +78,7 @@ def _estimates(
     draws: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    # (mean of the Hessian's diagonal, deviation of the gradients, scale) for every quantizer that ran
+    # By quantizer that ran: mean of the Hessian's diagonal, deviation of the gradients, scale.
     outputs: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
 
@@ -124,8 +125,8 @@ def _gradients_and_diagonal(
             for tensor in tensors
         ]
         product = torch.stack([(g * s).sum().float() for g, s in zip(gradients, signs, strict=True)]).sum()
-        if not product.requires_grad:
-            break  # a loss without curvature
+        if not product.requires_grad:  # the loss has no curvature
+            break
         hessian_signs = torch.autograd.grad(product, tensors, retain_graph=True, materialize_grads=True)
         for number, (row, sign) in enumerate(zip(hessian_signs, signs, strict=True)):
             diagonal[number] = diagonal[number] + (row.float() * sign.float()).mean() / draws

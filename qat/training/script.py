@@ -39,9 +39,7 @@ from qat.training.run.stages import Stages
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
 OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")  # the start of `key.path=value`
-CONFIGS = (
-    Path(__file__).resolve().parents[1] / "configs"
-)  # the shipped ones: a link in the repository, files in a wheel
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # shipped: a link in the repository, files in a wheel
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,7 +31,7 @@ INK, FAINT = "#010203", "#d0d1d2"
 # Visible on white and on black.
 COLOURS = ("#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#06b6d4", "#84cc16", "#ec4899", "#78716c")
 SICK, QUIET = "#ef4444", "#94a3b8"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.5,
     "axes.axisbelow": True, "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7,
