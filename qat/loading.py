@@ -63,8 +63,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     from qat.training.config.schema import RunConfig
     from qat.training.data.images import InputTransform
     from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
-    from qat.training.loop.preparation import prepare_model
-    from qat.training.model import build_model
+    from qat.training.model import build_model, prepare_model
     from qat.training.run import checkpoint, folder
 
     if not path.exists():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from qat.cli.runs import check_folder_of, open_run
 from qat.training.errors import UserError
+from qat.training.report.findings import ReportedRun
 from qat.training.report.page import write_report
-from qat.training.report.run import ReportedRun
 from qat.training.run.folder import REPORT
 
 EXAMPLE = "python -m qat report runs/resnet_int8 runs/resnet_int8-2 --to both.html"

@@ -23,9 +23,7 @@ from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
 from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
-from qat.training.loop.evaluation import split_output
-from qat.training.loop.preparation import prepare_model
-from qat.training.model import build_model, load_weights
+from qat.training.model import build_model, load_weights, prepare_model, split_output
 from qat.training.run.checkpoint import preprocessing_of
 from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary, write_text
 

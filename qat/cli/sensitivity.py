@@ -22,9 +22,8 @@ from qat.layers.twins import CompositeTwin
 from qat.text import table
 from qat.training.data.loaders import Batch
 from qat.training.errors import value_errors_reported
-from qat.training.report.findings import change_of, stands_out
+from qat.training.report.findings import ReportedRun, change_of, stands_out
 from qat.training.report.page import write_report
-from qat.training.report.run import ReportedRun
 from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
 

@@ -24,18 +24,16 @@ from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
 from qat.training.loop.aids import Aids, check_distillation
 from qat.training.loop.forward import autocast, check_graphs
-from qat.training.loop.preparation import build_recipe, check_forward, prepare_model, rehearse
 from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
-from qat.training.model import build_model, load_float_weights
+from qat.training.model import build_model, build_recipe, check_forward, load_float_weights, prepare_model, rehearse
 from qat.training.report.page import finish
 from qat.training.run import folder as files
 from qat.training.run.checkpoint import about_model, check_same_data, load_checkpoint
-from qat.training.run.dry_run import dry_run
 from qat.training.run.exit_status import exit_status
 from qat.training.run.folder import RunFolder, read_summary
 from qat.training.run.logging import CURVES, RunLog
 from qat.training.run.report import report_lines, write_summary
-from qat.training.run.stages import Stages
+from qat.training.run.stages import Stages, dry_run
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
 OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")  # the start of `key.path=value`

@@ -22,13 +22,13 @@ from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
-from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
-from qat.training.loop.evaluation import Evaluation, evaluate, settle_statistics, split_output, to_device
+from qat.training.loop.evaluation import Evaluation, evaluate, settle_statistics, to_device
 from qat.training.loop.forward import EvaluationGraph, Forward, autocast, averaged, faster_way, switches
 from qat.training.loop.metrics import Meter, Pace, Watch, arriving, log_epoch, log_window, looking
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
-from qat.training.loop.stage import Batch, StageRun, rate_key
+from qat.training.loop.stage import Batch, StageRun, rate_key, without_effect
+from qat.training.model import split_output
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.exit_status import SignalledError, signals_deferred

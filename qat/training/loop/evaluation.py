@@ -1,9 +1,9 @@
-"""Evaluation of a classifier on a split, and the BatchNorm statistics that it uses."""
+"""Evaluation of a classifier on a split, its BatchNorm statistics, and warnings."""
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
 from qat.collectives import of_all_ranks, rank_count
 from qat.contexts import evaluating
+from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.stage import Batch, Batches, StageRun
+from qat.training.model import split_output
 from qat.training.run.logging import progress_bar
 
 
@@ -75,27 +77,6 @@ def to_device(batch: Batch, device: torch.device, *, channels_last: bool) -> Bat
     return images.to(device, non_blocking=True, memory_format=layout), labels.to(device, non_blocking=True)
 
 
-def split_output(output: object, batch_size: int) -> tuple[Tensor, list[Tensor]]:
-    """Split a classifier's output into its logits and those of auxiliary classifiers.
-
-    The output is a tensor, a dict with the key logits or out, or a tuple or list, whose `.logits` or first entry is
-    used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
-    """
-    logits = output
-    others: list[object] = []
-    if isinstance(output, Mapping):
-        logits, others = output.get("logits", output.get("out")), list(output.values())
-    elif isinstance(output, tuple | list) and output:
-        logits, others = getattr(output, "logits", output[0]), list(output)
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != batch_size:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-        raise UserError(f"model: it must return logits of shape ({batch_size}, classes), but returned {got}")
-    auxiliary = [
-        other for other in others if isinstance(other, Tensor) and other is not logits and other.shape == logits.shape
-    ]
-    return logits, auxiliary
-
-
 MIN_GAIN = 0.05  # new statistics are kept if the loss falls by more than this share
 MIN_ABSOLUTE_GAIN = 0.01  # and by more than this
 IMAGES = 5000  # of a new estimate: on a MobileNetV2 at 4 bits 1,000 cost half a point, 5,000 a tenth
@@ -140,3 +121,32 @@ def _reestimate(run: StageRun, epochs: int, count: int) -> int:
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(epochs)  # for the mixing
         return reestimate_batch_norm(run.model, images())
+
+
+SIGMAS = 2.0  # standard deviations from which a difference counts, given the size of the validation split
+
+
+def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
+    """Return a warning if a result is at chance level, or worse than `start`, if any.
+
+    Chance level is that of the same answer for all images; `start` is the top1 that the stage started from.
+    """
+    advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
+    found = f"{name}: val top1 {evaluation.top1:.2f} %"
+    chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
+    if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
+        luck = f", with luck up to {chance:.2f} %" * (evaluation.top1 > evaluation.most_common)
+        return [
+            f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
+            f" {evaluation.most_common:.2f} %{luck}{advice}"
+        ]
+    if start is not None:
+        both = (start + evaluation.top1) / 2
+        if evaluation.top1 < start - math.sqrt(2) * _deviation(both, evaluation.count):
+            return [f"{found} is below the {start:.2f} % that it started from{advice}"]
+    return []
+
+
+def _deviation(percent: float, count: int) -> float:
+    share = percent / 100
+    return 100 * SIGMAS * math.sqrt(share * (1 - share) / count)

@@ -1,4 +1,4 @@
-"""Stages of training: the inputs of one, and those of a config by name."""
+"""Stages of training: inputs, those of a config by name, settings without effect."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,8 +9,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from qat.batch_norm import batch_norms
 from qat.collectives import rank_count
 from qat.finetuning import Distillation
+from qat.quantizer import Quantizer
+from qat.quantizer.training import weight_bits
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ProgressiveConfig, QATStageConfig, StageConfig
 from qat.training.run.logging import RunLog
@@ -165,3 +168,84 @@ def float_counterpart(config: QATStageConfig) -> QATStageConfig:
     # Without a teacher of its own, the float model would learn from itself.
     other = config.distillation if config.distillation and config.distillation.teacher else None
     return config.model_copy(update={"epochs": epochs, "oscillation": None, "distillation": other})
+
+
+# Settings that a stage without epochs may have: they are chosen by bits, or have an effect there.
+OF_ANY_LENGTH = ("epochs", "optimizer", "lr", "schedule", "progressive", "bn_reestimate")
+
+
+START_LEFT = 0.5  # largest share of the starting weights in the averages, decay ** steps, without a warning
+
+
+def without_effect(run: StageRun) -> list[str]:
+    """Return a sentence for each setting that has no effect, or an unexpected one."""
+    stage, key = run.stage, key_of(run.name)
+    if run.name not in ("float", "qat"):  # most settings are those of the last stage, which reports them
+        return too_slow(run)
+    found = []
+    if stage.bn_reestimate == "always" and not batch_norms(run.model):
+        found.append(f"{key}.bn_reestimate: always has no effect: the model has no BatchNorm")
+    if stage.epochs == 0:
+        return found + _untrained(stage, key) + _of_the_whole_run(run)
+    if stage.optimizer == "adamw" and stage.momentum != StageConfig().momentum:
+        found.append(f"{key}.momentum: {stage.momentum:g} has no effect: {key}.optimizer is adamw, which has none")
+    if stage.accumulate > len(run.train):
+        batches = f"the {len(run.train)} batches of an epoch"
+        found.append(f"accumulate: {stage.accumulate} is more than {batches}; each epoch is one step")
+    if isinstance(stage, QATStageConfig):
+        for name in ("freeze_bn_epoch", "freeze_scales_epoch"):
+            first = getattr(stage, name)
+            if first is not None and first >= stage.epochs:
+                found.append(f"{key}.{name}: {first} has no effect: the last of {stage.epochs} is {stage.epochs - 1}")
+        if stage.epochs * run.steps_per_epoch == 1:
+            late = {"gradual": stage.gradual, "oscillation": stage.oscillation}
+            found += [f"{key}.{name} has no effect: the stage has one step" for name, block in late.items() if block]
+        found += _of_optimizers(run, stage, key)
+    if run.config.sync_batch_norm and rank_count() == 1:
+        found.append("sync_batch_norm: true has no effect: the run has one rank")
+    return found + too_slow(run) + _of_the_whole_run(run)
+
+
+def _of_optimizers(run: StageRun, stage: QATStageConfig, key: str) -> list[str]:
+    found, quantizers = [], [each for each in run.model.modules() if isinstance(each, Quantizer)]
+    if not any(parameter.requires_grad for each in quantizers for parameter in each.parameters()):
+        keys = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay", "quantizer_optimizer")
+        found = [f"{key}.{name} has no effect: no quantizer learns" for name in keys if getattr(stage, name)]
+    if stage.weight_decay_by_bits and (not stage.weight_decay or min(weight_bits(run.model).values(), default=8) >= 4):
+        why = "no weight has fewer than 4 bits" if stage.weight_decay else f"{key}.weight_decay is 0"
+        found.append(f"{key}.weight_decay_by_bits has no effect: {why}")
+    return found
+
+
+def _of_the_whole_run(run: StageRun) -> list[str]:
+    if run.name != "qat":
+        return []
+    found, export, bits = [], run.config.export, run.config.quantization.residual_bits
+    for name in ("exact_sums", "packed", "opset"):
+        value = getattr(export, name)
+        if not export.onnx and value != type(export).model_fields[name].default:
+            found.append(f"export.{name}: {str(value).lower()} has no effect: export.onnx is false")
+    quantizers = [each for each in run.model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
+    if bits is not None and all(each.spec.bits != bits for each in quantizers):
+        found.append(f"quantization.residual_bits: {bits} has no effect: nothing in the model reads a residual stream")
+    return found
+
+
+def _untrained(stage: StageConfig, key: str) -> list[str]:
+    usual = type(stage)()
+    if isinstance(stage, QATStageConfig) and stage.progressive:
+        return []  # the stages before it use them
+    names = (name for name in type(stage).model_fields if name not in OF_ANY_LENGTH)
+    named = [f"{key}.{name}" for name in names if getattr(stage, name) != getattr(usual, name)]
+    return [f"{', '.join(named)} {'has' if len(named) == 1 else 'have'} no effect: {key}.epochs is 0"] if named else []
+
+
+def too_slow(run: StageRun) -> list[str]:
+    """Return a sentence if averaged weights are mostly those of the start."""
+    decay, steps = run.stage.ema_decay, run.stage.epochs * run.steps_per_epoch
+    if decay is None or steps == 0 or decay**steps <= START_LEFT:
+        return []
+    return [
+        f"ema_decay: {decay:g} is slow for the {steps} steps of this stage: its averages are {100 * decay**steps:.0f} %"
+        f" what the stage starts from; try {1 - 10 / max(steps, 20):.2g}"
+    ]

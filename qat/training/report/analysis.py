@@ -21,7 +21,8 @@ from qat.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
-from qat.training.loop.evaluation import split_output, to_device
+from qat.training.loop.evaluation import to_device
+from qat.training.model import split_output
 
 IMAGES = 16  # for the errors of layers and for histograms
 ANSWERS = 5000  # at most, validation images whose answers are compared with the float model's

@@ -14,8 +14,7 @@ import numpy as np
 from PIL import Image
 
 from qat.contexts import warnings_ignored
-from qat.training.report.findings import AT_FLOOR, LAG
-from qat.training.report.run import Points, ReportedRun
+from qat.training.report.findings import AT_FLOOR, LAG, Points, ReportedRun
 from qat.training.run.folder import EVALUATION, SENSITIVITY
 from qat.training.run.report import ROWS, deviation_of, results_by_row
 

@@ -13,8 +13,7 @@ from qat.text import table
 from qat.training.config.file import dump_config, flat
 from qat.training.config.schema import RunConfig
 from qat.training.report.figures import FIGURES, can_draw, rendered, styled
-from qat.training.report.findings import findings
-from qat.training.report.run import ReportedRun
+from qat.training.report.findings import ReportedRun, findings
 from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines

@@ -1,7 +1,11 @@
-"""Stages of a run, from the float model to the proof of the file."""
+"""Stages of a run, from the float model to the proof; or, dry, their cost and time."""
 
+import itertools
 import json
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -10,20 +14,19 @@ from torch import fx, nn
 import qat
 from qat.analysis.state import float_state_dict
 from qat.calibration import Step
-from qat.collectives import rank
+from qat.collectives import rank, rank_count
 from qat.export import LayerDifference
+from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, Loader
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop import stage as stages
-from qat.training.loop.advice import warnings_about
 from qat.training.loop.aids import build_distillation, build_mixing
-from qat.training.loop.engine import train_stage
-from qat.training.loop.evaluation import Evaluation, evaluate
+from qat.training.loop.engine import Training, train_stage
+from qat.training.loop.evaluation import Evaluation, evaluate, warnings_about
 from qat.training.loop.metrics import looking
-from qat.training.loop.preparation import prepare_model
 from qat.training.loop.stage import StageRun, rate_key
-from qat.training.model import load_float_weights
+from qat.training.model import load_float_weights, prepare_model
 from qat.training.ranks import from_first
 from qat.training.report.analysis import analyse
 from qat.training.run import checkpoint
@@ -241,3 +244,63 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
         return epochs, last
     checkpoint.load_evaluated(path, payload, run.model)
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
+
+
+TIMED = 3  # timed steps of a stage, after one that warms up
+
+
+def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module, prepared: nn.Module) -> None:
+    """Print the layers, their cost, and the time of a run, from a few real steps."""
+    if rank_count() > 1:
+        raise UserError("--dry-run: is for one process; start it without torchrun")
+    if len(data.train) == 0:
+        raise UserError(f"data.batch_size: {config.data.batch_size} leaves no whole training batch; reduce it")
+    print(qat.summary(prepared), end="\n\n")
+    rows = qat.cost(prepared, torch.zeros(1, *data.image_shape))
+    head = ["layer", "MACs", "weight bits", "input bits", "weight bytes", "BOPs"]
+    cells = [[row.name, *(f"{value:,}" for value in (*row[1:], row.bops))] for row in rows]
+    print(*table([head, *cells], numbers=True), sep="\n")
+    macs, bops, size = (sum(getattr(row, key) for row in rows) for key in ("macs", "bops", "weight_bytes"))
+    print(f"\none image: {macs / 1e9:.3f} G MACs; {bops / 1e9:,.1f} G bit operations (MACs * bits * bits)")
+    whole = sum(each.numel() * each.element_size() for each in model.parameters())
+    print(f"weights: {size / 1e6:.2f} MB at their bits; the float model has {whole / 1e6:.2f} MB", flush=True)
+    with value_errors_reported():
+        qat.calibrate(prepared.to(device), data.calibration(1))
+    epochs = stages.float_counterpart(config.qat).epochs  # of all stages on grids
+    float_epochs = config.float.epochs + epochs * config.float_finetune
+    seconds, layout = 0.0, torch.channels_last if config.channels_last else torch.preserve_format
+    with tempfile.TemporaryDirectory(prefix="qat_dry_run_") as name:
+        folder = Path(name)
+        checkpoint.save_float_weights(folder / FLOAT_WEIGHTS, model)  # the run's own model may be the teacher
+        kinds = (("float", model, config.float, float_epochs), ("qat", prepared, config.qat, epochs))
+        for stage, each, settings, count in kinds:
+            if count:
+                teacher = build_distillation(config, settings, len(data.classes), folder / FLOAT_WEIGHTS, device)
+                run = StageRun(
+                    stage, settings, config, each.to(device).to(memory_format=layout), data.train, data.val, device,
+                    RunLog(folder), folder, distillation=teacher,
+                )  # fmt: skip
+                one = _seconds_of_epoch(run)
+                seconds += count * one
+                print(f"{stage}: {count} epochs of about {one:.3g} s, by {TIMED} steps on {device}", flush=True)
+    print(f"about {seconds / 60:.1f} min in all; calibration, export and proof besides")
+
+
+def _seconds_of_epoch(run: StageRun) -> float:
+    training, val = Training(run), [next(iter(run.val))]
+    training.aids.student.train()
+    batches = itertools.chain.from_iterable(itertools.repeat(run.train))  # over as many epochs as it takes
+
+    def step() -> None:
+        training.aids.before_step(0.0)
+        group = [training.on_device(next(batches)) for _ in range(run.stage.accumulate)]
+        training.step(group)[0].tolist()  # waits for the device
+
+    def validate() -> None:
+        evaluate(run.model, val, run.device, channels_last=run.config.channels_last)
+
+    step()  # compiles and allocates
+    steps = timeit(step, number=TIMED) / TIMED * run.steps_per_epoch
+    training.aids.before_evaluation()
+    validate()
+    return steps + timeit(validate, number=1) * len(run.val)
