@@ -18,10 +18,7 @@ VERBS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run one verb; return its exit status.
-
-    It is 1 if a comparison fails; for others see `exit_status`.
-    """
+    """Run one verb; return 1 if a comparison fails, for others see `exit_status`."""
     parser = build_parser()
     given, more = parser.parse_known_args(arguments)
     if more and not (hasattr(given, "overrides") and all(OVERRIDE.match(each) for each in more)):

@@ -146,10 +146,7 @@ class Run:
         return about
 
     def engine(self, runtime: str, *, exact: bool = True) -> Engine:
-        """Return the model in a runtime; `float` is the float model before QAT, in torch.
-
-        `exact` is as for `open_file`.
-        """
+        """Return the model in a runtime; `float` is the float model, in torch."""
         if runtime in RUNTIMES:
             session = open_file(self.file(runtime), runtime, exact=exact)
 
@@ -173,10 +170,7 @@ class Run:
         return model.eval()
 
     def calibrated(self, data: Data, changed: QuantizationConfig | None = None) -> nn.Module:
-        """Return the model as QAT began with it: calibrated, with float weights.
-
-        Its grids are the run's or `changed` ones.
-        """
+        """Return the model as QAT began, with its grids or `changed` ones."""
         given = changed or self.config.quantization
         config = self.config.model_copy(update={"quantization": given})
         model = prepare_model(self.float_model, config, data.image_shape)

@@ -56,7 +56,7 @@ class Session:
 
 
 def default_differs(runtime: str) -> bool:
-    """Return True if a runtime's sessions without options do not multiply exactly here."""
+    """Return True if sessions without options do not multiply exactly here."""
     return runtime in RUNTIMES and RUNTIMES[runtime].file == MODEL and not default_is_exact()
 
 
@@ -69,10 +69,7 @@ def notes_of(path: Path) -> dict[str, Any]:
 
 
 def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0) -> Session:
-    """Open a session on the CPU.
-
-    Without `exact` it multiplies as the runtime does by default; 0 `threads` are its own choice.
-    """
+    """Open a session on the CPU; without `exact` it multiplies as by default."""
     known = RUNTIMES[runtime]
     try:
         if known.engine:

@@ -98,7 +98,7 @@ def _table(result: Result) -> list[str]:
 
 
 def suggested(result: Result, model: nn.Module) -> Result:
-    """Return overrides for the layers that stand out: 8 bits, or float at 8 already."""
+    """Return overrides for layers that stand out: 8 bits, or float at 8 already."""
     found = Result()
     for row in sorted(result["layers"], key=lambda row: row["all_but"]["both"]["loss"]):
         layer, owner = (model.get_submodule(name) for name in (row["name"], row["name"].rpartition(".")[0]))

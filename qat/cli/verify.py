@@ -48,10 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the comparison; return 1 if the file is not the trained model.
-
-    That is, more than 0.5 % of the answers, or an integer, differ beyond rounding.
-    """
+    """Print the comparison; return 1 if the file is not the trained model."""
     if given.default_session and RUNTIMES[given.runtime].engine:
         raise UserError(f"--default-session: is of ONNX Runtime; leave it out with --runtime {given.runtime}")
     opened = open_run(given.run_path, given.model)

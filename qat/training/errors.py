@@ -20,7 +20,7 @@ class UserError(Exception):
 
 @contextmanager
 def value_errors_reported(where: str = "") -> Iterator[None]:
-    """Turn a ValueError of the library into a UserError, whose sentence begins with `where`."""
+    """Turn a ValueError of the library into a UserError that begins with `where`."""
     try:
         yield
     except ValueError as error:

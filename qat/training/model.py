@@ -49,10 +49,7 @@ TIMM = "timm/"  # prefix of the names of timm's models
 
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
-    """Build the float model that `config` names, on the CPU.
-
-    Without weights, none are read or downloaded.
-    """
+    """Build the float model on the CPU; without weights, none are downloaded."""
     if config.weights is not None and config.checkpoint is not None:
         both = f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}'"
         raise UserError(f"{both} exclude each other; keep one of them")

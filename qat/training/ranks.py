@@ -68,10 +68,7 @@ def ranks_here() -> int:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Join the ranks that torchrun started, and leave them at the end.
-
-    After an error the process ends, and with it the group.
-    """
+    """Join the ranks that torchrun started, and leave them at the end."""
     if not is_launched():
         yield
         return
@@ -96,7 +93,7 @@ def leave() -> None:
 
 @contextmanager
 def first_rank_first() -> Iterator[None]:
-    """Run the block on a machine's first rank, then on its others, which find its downloads."""
+    """Run the block on a machine's first rank, then on others, which find downloads."""
     waits = rank_count() > 1 and os.environ["LOCAL_RANK"] != "0"
     if waits:
         dist.barrier()

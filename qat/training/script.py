@@ -41,10 +41,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # shipped: a link in 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run; return the exit status.
-
-    It is 0 if all went well and 1 if the proof failed; for others see `exit_status`.
-    """
+    """Read the command line and run; return 1 if the proof failed, see `exit_status`."""
     parser = argparse.ArgumentParser(description=WHAT, epilog="example: python train.py resnet_int8.yaml qat.epochs=2")
     add_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
@@ -111,10 +108,7 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
 
 
 def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
-    """Prepare the model for each stage on grids, and try it and the aids.
-
-    What is wrong with them then shows before hours of training.
-    """
+    """Prepare the model for each stage; show what is wrong before hours of training."""
     shape, classes = data.image_shape, len(data.classes)
     check_forward(model, config, shape, classes)
     prepared = {"qat": prepare_model(model, config, shape)}

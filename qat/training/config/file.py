@@ -247,7 +247,7 @@ _KINDS = {
 
 
 def parse_yaml(text: str) -> Any:
-    """Read one YAML document; None if it is empty. A UserError has a sentence for each problem."""
+    """Read one YAML document; UserError has a sentence for each problem."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -67,10 +67,7 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Cut the bundled sheet into uint8 images (1797, 8, 8) and labels.
-
-    A level of ink is 15 grey levels.
-    """
+    """Cut the bundled sheet into uint8 images (1797, 8, 8) and labels."""
     with resources.files("qat.training.data").joinpath("digits.png").open("rb") as file, Image.open(file) as sheet:
         pixels = np.array(sheet)
         labels = np.array([int(digit) for digit in sheet.info["Labels"]])

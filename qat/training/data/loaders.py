@@ -32,10 +32,7 @@ SampleKey: TypeAlias = tuple[int, int]
 
 
 class TransformedImages(Dataset[Sample]):
-    """Images of a split, transformed one by one.
-
-    `random` transforms draw from torch's global CPU generator.
-    """
+    """Images of a split, transformed one by one with torch's global generator."""
 
     def __init__(self, images: Images, transform: Transform, random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
@@ -73,10 +70,7 @@ MOST_OF_A_DEVICE = 0.25  # share of a device's free memory that a training set m
 
 
 def training_view(images: Images, config: DataConfig, plain: Preprocessing, device: torch.device) -> View:
-    """Return the augmented training images; a set in memory moves to a CUDA device.
-
-    Augmentation then costs the host nothing.
-    """
+    """Return the augmented training images, on a CUDA device if they fit."""
     view = plain_view(images, config.augment, plain)
     if device.type != "cuda" or config.workers or isinstance(view, TransformedImages):
         return view
@@ -96,10 +90,7 @@ def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> 
 
 
 class EpochOrder(Sampler[SampleKey]):
-    """Order of an epoch: pairs (index, augmentation seed).
-
-    `indices` are given ones, or a number of images that are shuffled anew in every epoch.
-    """
+    """Pairs (index, augmentation seed): given indices, or n in a new order each epoch."""
 
     def __init__(self, indices: Sequence[int] | int, seed: int = 0) -> None:
         self.indices, self.seed, self.epoch = indices, seed, 0
@@ -203,10 +194,7 @@ class Data:
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
-    """Open the data set that `config` names, and make its loaders.
-
-    Training images in memory move to a CUDA device if they fit.
-    """
+    """Open the data set that `config` names, and make its loaders."""
     if config.batch_size % (count := rank_count()):
         what = f"{config.batch_size} is of all ranks together, and {count} cannot share it evenly"
         raise UserError(f"data.batch_size: {what}; use a multiple of {count}")

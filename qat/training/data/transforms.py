@@ -55,10 +55,7 @@ class Preprocessing:
 
 
 def resized(picture: Picture, size: int) -> Picture:
-    """Resize the shorter side of a picture, or of uint8 (..., C, H, W), to `size`.
-
-    The result is that of torchvision's Resize.
-    """
+    """Resize the shorter side of a picture, or uint8 (..., C, H, W), as torchvision."""
     before = _width_and_height(picture)
     width, height = (int(size * side / min(before)) for side in before)
     if (width, height) == before:
@@ -183,10 +180,7 @@ def uniform(seeds: Tensor, stream: int | Tensor) -> Tensor:
 
 
 class BatchTransform:
-    """Training pipeline of whole batches, already of `resize_size`.
-
-    It has all augmentations but those of `ONE_BY_ONE`.
-    """
+    """Training pipeline of whole batches, without the augmentations of `ONE_BY_ONE`."""
 
     def __init__(self, augment: AugmentConfig, plain: Preprocessing) -> None:
         self.augment, self.size = augment, plain.image_size

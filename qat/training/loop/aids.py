@@ -26,10 +26,7 @@ from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 
 def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
-    """Return mixup, cutmix, or for each batch one of the two; None if neither is on.
-
-    Random numbers are from torch's generator on the CPU.
-    """
+    """Return mixup, cutmix, or one of the two for each batch; None if neither is on."""
     if not (stage.mixup_alpha or stage.cutmix_alpha):
         return None
     from torchvision.transforms import v2  # late, since it takes seconds
@@ -40,10 +37,7 @@ def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
 
 
 class Aids:
-    """Hooks of a model's quantizers, and aids of a stage.
-
-    Steps call `student` in the model's place: with distillation, it also returns what is compared.
-    """
+    """Hooks of quantizers, and aids of a stage; steps call `student` for the model."""
 
     def __init__(
         self, model: nn.Module, stage: StageConfig | None = None, distillation: Distillation | None = None

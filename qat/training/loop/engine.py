@@ -296,10 +296,7 @@ class Training:
         return sum(added.values(), start=loss), loss, output, added
 
     def loss_of(self, batch: Batch, forward: Forward | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the task's loss with auxiliary classifiers, and the named outputs.
-
-        They are the logits, and the features that a distillation compares.
-        """
+        """Return the task's loss, and the logits with features for a distillation."""
         images, labels = batch
         products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
         with autocast(self.run.device, self.run.config.amp), products:

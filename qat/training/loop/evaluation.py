@@ -127,10 +127,7 @@ SIGMAS = 2.0  # standard deviations from which a difference counts, given the si
 
 
 def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """Return a warning if a result is at chance level, or worse than `start`, if any.
-
-    Chance level is that of the same answer for all images; `start` is the top1 that the stage started from.
-    """
+    """Warn of a result at chance level, or worse than `start`, the top1 before."""
     advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
     found = f"{name}: val top1 {evaluation.top1:.2f} %"
     chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)

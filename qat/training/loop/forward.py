@@ -116,10 +116,7 @@ def switches(model: nn.Module) -> list[object]:
 
 
 class TrainingGraphs:
-    """A model in training, whose forward and backward are recorded at the first call.
-
-    A batch of another shape runs operation by operation.
-    """
+    """A model in training, recorded at the first call, for batches of one shape."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -160,10 +160,7 @@ AT_FLOOR = f"{OF_QUANTIZERS}at_floor/"
 
 
 class Watch:
-    """Curves of a stage's quantizers between evaluations, as `watch` asks for them.
-
-    They read parameters only; `looking` is for evaluations. Rank 0 draws for all.
-    """
+    """Curves of a stage's quantizers between evaluations; rank 0 draws for all."""
 
     def __init__(self, run: StageRun) -> None:
         self.run, self.detail = run, run.config.watch if rank() == 0 else "off"
@@ -222,10 +219,7 @@ class Watch:
 
 @contextmanager
 def looking(config: RunConfig, model: nn.Module, log: RunLog, stage: str, step: int) -> Iterator[dict[str, Any]]:
-    """Collect statistics of quantizers during an evaluation, and draw them as curves.
-
-    It yields the result of `statistics_collected`, from the first batch; it is empty if nothing is watched.
-    """
+    """Draw what the quantizers do in the first batch of an evaluation."""
     if config.watch != "all" or rank() != 0:
         yield {}
         return

@@ -24,10 +24,7 @@ Mixing: TypeAlias = Callable[[Tensor, Tensor], Batch]
 
 
 class Batches(Protocol):
-    """Batches for evaluation: images NCHW float32 and labels int64 on the CPU.
-
-    They are ideally in pinned memory.
-    """
+    """Batches of images (NCHW float32) and labels (int64) on the CPU, maybe pinned."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -38,7 +35,7 @@ class TrainBatches(Batches, Protocol):
     """Batches for training, in an order that depends on the epoch."""
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Choose the epoch, and with it order and augmentation, and the first batch."""
+        """Choose the epoch of order and augmentation, and the first batch."""
 
 
 def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
@@ -137,10 +134,7 @@ def rate_key(config: RunConfig, name: str) -> str:
 
 
 def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
-    """Return the run's config with a stage's grids, which are not exported.
-
-    What the stage leaves out is as in the last one.
-    """
+    """Return the run's config with the grids of a stage, which are not exported."""
     grids = {}
     for tensor in ("weight", "activation"):
         changes = {"bits": stage.bits, **getattr(stage, tensor).model_dump(exclude_none=True)}
@@ -152,10 +146,7 @@ def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
 
 
 def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageConfig:
-    """Return a stage's settings: the last one's, but for epochs and rate.
-
-    Nothing is frozen yet.
-    """
+    """Return a stage's settings: the last one's, but for epochs, rate and freezing."""
     own: dict[str, Any] = {"epochs": stage.epochs, "lr": config.lr if stage.lr is None else stage.lr}
     own |= {"warmup_epochs": min(config.warmup_epochs, stage.epochs)}
     own |= dict.fromkeys(("freeze_bn_epoch", "freeze_scales_epoch", "oscillation"))

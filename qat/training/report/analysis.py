@@ -76,10 +76,7 @@ def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[s
 
 
 def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[dict[str, Any]]:
-    """Return histograms of each layer's weight, before and after, and of its input.
-
-    They are in steps of the grids.
-    """
+    """Return histograms of weights, before and after, and inputs, in steps of grids."""
     seen: dict[Quantizer, dict[str, Any]] = {}
     inputs: dict[str, Quantizer] = {}
 
@@ -118,10 +115,7 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
 
 
 def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return shares of values in equal bins, in steps of the grid from qmin to qmax.
-
-    `like` is a histogram with the same bins.
-    """
+    """Return shares of values in equal bins, in steps of the grid."""
     qmin, qmax = quantizer.bounds()
     reach = (qmax - qmin) * 0.25 + 1
     low, high = max(float(steps.min()), qmin - reach), min(float(steps.max()), qmax + reach)

@@ -64,10 +64,7 @@ class ReportedRun:
         return flat(parse_yaml(self.config) or {})
 
     def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
-        """Return the curves of a kind, such as `scale`, by quantizer from input to output.
-
-        `role` leaves only weights or only activations.
-        """
+        """Return the curves of a kind, such as `scale`, by quantizer, input to output."""
         found = {
             (run, tag.partition("/")[2]): points
             for (run, tag), points in self.curves.items()
@@ -208,10 +205,7 @@ def _layers(run: ReportedRun) -> Iterator[str]:
 
 
 def change_of(result: dict[str, Any], row: dict[str, Any], side: str, part: str) -> tuple[float, float, bool]:
-    """Return changes of top-1 and loss in `sensitivity`, and if the loss exceeds noise.
-
-    They are against float for the side `only`, and against the whole for `all_but`.
-    """
+    """Return changes of top-1 and loss, and True if the loss exceeds noise."""
     reference, score = {"only": "float", "all_but": "baseline"}[side], row[side][part]
     top1, loss = (score[key] - result[reference][key] for key in ("top1", "loss"))
     return top1, loss, abs(loss) > score[f"noise_to_{reference}"]

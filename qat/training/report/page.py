@@ -24,10 +24,7 @@ CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def write_report(path: Path, runs: list[ReportedRun], *, pictures: bool = False) -> list[str]:
-    """Write the page; return what could not be shown.
-
-    With `pictures`, each figure is written as PNG beside it too.
-    """
+    """Write the page, and `pictures` of it as PNG; return what could not be shown."""
     drawn: dict[str, list[str]] = {key: [] for key in FIGURES}
     said = [] if can_draw() else [NO_MATPLOTLIB]
     for key, draw in ({} if said else FIGURES).items():

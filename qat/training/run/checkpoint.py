@@ -87,10 +87,7 @@ RESTORE = "restore a copy of it, or start anew in another run_dir"
 
 
 def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
-    """Read a file of `save_checkpoint` onto the CPU.
-
-    `way_out` is the advice at the end of the sentence about a damaged file.
-    """
+    """Read a checkpoint onto the CPU; `way_out` ends the sentence of a damaged one."""
     try:
         payload = read_archive(path)
     except DamagedError as error:
@@ -129,7 +126,7 @@ def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None
 
 
 def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load a checkpoint as evaluated: averaged weights, with their BatchNorm statistics."""
+    """Load a checkpoint as evaluated: averaged weights with their statistics."""
     restore_model(path, payload, model)
     averages = payload["state"] and payload["state"]["ema"]
     if averages:
@@ -205,7 +202,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:
 
 
 def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
-    """Return model, classes, preprocessing, target, recipe and versions as plain values."""
+    """Return model, classes, preprocessing, target, recipe, versions: plain values."""
     kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
     return {
         "model": config.model.name,

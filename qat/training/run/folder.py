@@ -58,10 +58,7 @@ class FolderInUseError(UserError):
 
 
 class RunLock:
-    """Exclusive right to write into a folder, held from construction to `release`.
-
-    Raises `FolderInUseError` if another run holds it.
-    """
+    """Exclusive right to write into a folder; FolderInUseError if another has it."""
 
     # A POSIX lock (`lockf`) is not inherited by loader processes, which survive a killed parent for seconds. That of
     # the library filelock (`flock`) would be.
@@ -268,10 +265,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: Collection[str] = ()) -> None:
-    """Refuse a config that would train something else than `saved` did.
-
-    `KEYS_FREE_ON_RESUME` and the stages `ahead` may differ, and epochs may grow.
-    """
+    """Refuse a config that would train something else than `saved` did."""
     before, now = flat(saved), flat(config.model_dump(mode="json"))
     free = tuple(f"{key}." for key in (*KEYS_FREE_ON_RESUME, *ahead))
     for key in dict.fromkeys((*now, *before)):

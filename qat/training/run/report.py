@@ -28,10 +28,7 @@ ROWS = {  # keys of the results (nested keys after a dot), and their names in th
 def write_summary(
     path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
 ) -> dict[str, Any]:
-    """Write summary.json: results, how to reproduce them, and the exit status.
-
-    `problem` says why the proof failed; "" if it holds.
-    """
+    """Write summary.json; `problem` says why the proof failed, "" if it holds."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     summary = {

@@ -44,10 +44,7 @@ HOW_IT_TRAINS = (  # explains the table of `qat.explain` to a reader of layers.t
 
 @dataclass
 class Stages:
-    """Stages of a run, in the order of its methods.
-
-    Each stage writes its result; a resumed run skips those that it had finished.
-    """
+    """Stages of a run; a resumed run skips those that it had finished."""
 
     config: RunConfig
     data: Data
