@@ -183,14 +183,16 @@ def batch_norms(model: nn.Module, frozen: bool = False) -> list[Any]:
 
 
 def warn_of_new_norms(model: nn.Module) -> None:
-    """Warn of BatchNorms that have seen no batch: ranges behind them fit no later step."""
+    """Warn of BatchNorms without a batch: ranges behind them fit no later step."""
     # Recognized by their statistics, since a checkpoint may come without the count of batches.
     new = {each for each in batch_norms(model) if not each.running_mean.any() and bool((each.running_var == 1).all())}
     if names := [name for name, each in model.named_modules() if each in new]:
         logging.getLogger("qat").warning(
             "calibrate: %d BatchNorms have seen no batch and pass their input as it is (%s); train the float model"
-            " first, or call qat.reestimate_batch_norm(model, batches)", len(names), some(names),
-        )  # fmt: skip
+            " first, or call qat.reestimate_batch_norm(model, batches)",
+            len(names),
+            some(names),
+        )
 
 
 def copied_statistics(model: nn.Module) -> list[Tensor]:

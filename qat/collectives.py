@@ -54,7 +54,7 @@ def of_all_ranks(mine: T) -> list[T]:
 
 
 def summed(mine: Tensor) -> Tensor:
-    """Return the sum of the ranks' tensors of one shape; its gradient is their sum too."""
+    """Return the sum of the ranks' tensors of one shape; so is its gradient."""
     total: Tensor = SumFunction.apply(mine) if rank_count() > 1 else mine
     return total
 

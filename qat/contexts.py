@@ -10,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from qat.inputs import Arguments
+
 # `warnings.catch_warnings` restores the filters of the whole process: of two threads that cross, the one that leaves
 # last would leave the other's filters behind for ever.
 _one_at_a_time = threading.RLock()
@@ -17,7 +19,7 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode; afterwards every module has its own mode again."""
+    """Put the model into evaluation mode; afterwards restore every module's mode."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -50,11 +52,11 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, tuple[tuple[Any, ...], dict[str, Any]]]]:
+def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, Arguments]]:
     """Record the arguments of the first call of each of these modules."""
-    calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    calls: dict[Any, Arguments] = {}
 
-    def note(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(called: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         calls.setdefault(called, (args, kwargs))
 
     with ExitStack() as hooks:

@@ -28,17 +28,17 @@ def as_arguments(inputs: object) -> Arguments:
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def moved_to(device: torch.device, values: Any) -> Any:
-    """Return the same values with their tensors on a device, in lists and mappings too."""
+def moved_to(device: torch.device, values: object) -> Any:
+    """Return the values with their tensors on a device, in lists and mappings too."""
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
 
 
-def copied(values: Any) -> Any:
+def copied(values: object) -> Any:
     """Return the same values with copies of the tensors: a model may write into them."""
     return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: object) -> Any:
     """Return the model's output for these inputs, moved to its device."""
     args, kwargs = as_arguments(moved_to(model_device(model), inputs))
     return model(*args, **kwargs)
@@ -72,7 +72,7 @@ def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Exampl
         raise ValueError(f"{caller}: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
 
 
-def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:
+def bind_arguments(model: nn.Module, args: tuple[object, ...], kwargs: Examples) -> Examples:
     """Return arguments by name, those of **kwargs by their own.
 
     Raises a TypeError if forward does not take them.
@@ -139,7 +139,7 @@ def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
     return (list(inputs) if _is_detection(inputs, labels) else inputs), labels
 
 
-def run_batch(caller: str, model: nn.Module, inputs: Any) -> Any:
+def run_batch(caller: str, model: nn.Module, inputs: object) -> Any:
     """Return the model's output for copies of a batch's inputs, on its device."""
     try:
         return call_model(model, copied(inputs))

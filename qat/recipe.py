@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from qat.spec import UNSET, QuantSpec, Role
+from qat.spec import UNSET, Fields, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
 from qat.text import check_types, unknown_name
 
@@ -31,8 +31,8 @@ class LayerRecipe:
 class Override(TypedDict):
     """Changes under a key of `overrides`."""
 
-    weight: Mapping[str, Any]
-    activation: Mapping[str, Any]
+    weight: Fields
+    activation: Fields
     skip: bool
 
 
@@ -73,7 +73,7 @@ class QuantRecipe:
 
     weight: QuantSpec = UNSET
     activation: QuantSpec = UNSET
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    overrides: Mapping[str, Fields] = field(default_factory=dict)
     target: str = "onnxruntime"
     first_bits: int | None = None
     last_bits: int | None = None
@@ -83,9 +83,9 @@ class QuantRecipe:
 
         def __init__(
             self,
-            weight: QuantSpec | Mapping[str, Any] | None = None,
-            activation: QuantSpec | Mapping[str, Any] | None = None,
-            overrides: Mapping[Any, Mapping[str, Any]] = ...,
+            weight: QuantSpec | Fields | None = None,
+            activation: QuantSpec | Fields | None = None,
+            overrides: Mapping[Any, Fields] = ...,
             target: str = ...,
             first_bits: int | None = None,
             last_bits: int | None = None,
@@ -214,7 +214,7 @@ def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:
         raise ValueError(f"QuantRecipe: {tensor}: {error}") from error
 
 
-def _check_fields(where: str, given: Mapping[str, Any]) -> None:
+def _check_fields(where: str, given: Fields) -> None:
     problem = unknown_name(given, sorted(spec_field.name for spec_field in fields(QuantSpec)))
     if problem:
         raise ValueError(f"{where}: {problem}")
@@ -232,10 +232,10 @@ def pattern_of(key: object) -> str | None:
     return pattern if isinstance(pattern, str) else None
 
 
-def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _with_text_keys(overrides: Mapping[Any, Fields]) -> dict[str, Fields]:
     if not isinstance(overrides, Mapping):
         raise TypeError(f"QuantRecipe: overrides must be a mapping, got {overrides!r}")
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Fields] = {}
     for key, change in overrides.items():
         pattern = pattern_of(key)
         if pattern is None:
@@ -248,7 +248,7 @@ def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Map
     return found
 
 
-def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
+def _check_override(pattern: str, change: Fields) -> None:
     where = f"QuantRecipe: overrides[{pattern!r}]"
     if not isinstance(change, Mapping):
         raise ValueError(f"{where}: must be a mapping, got {change!r}")

@@ -12,6 +12,7 @@ RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
 GradScale = Literal["sample", "batch", "none", "relative"]
 EWGS = Literal["none", "fixed", "hessian"]
 
+Fields = Mapping[str, Any]  # values by the names of a class's fields
 UNSET: Any = None  # a field that the spec leaves open; where None is a choice of its own, the field says so
 
 
@@ -75,7 +76,7 @@ class QuantSpec:
     percentile: float = UNSET
     grad_scale: GradScale = UNSET
     group_size: int | None = None
-    options: Mapping[str, Any] = field(default=UNSET, hash=False)
+    options: Fields = field(default=UNSET, hash=False)
     ewgs: EWGS = UNSET
     ewgs_delta: float | None = None
     max_magnitude: int | None = None
@@ -144,7 +145,7 @@ class QuantSpec:
         given = self.given()
         return self if given.keys() >= _REQUIRED else default.changed(given)
 
-    def changed(self, change: Mapping[str, Any]) -> "QuantSpec":
+    def changed(self, change: Fields) -> "QuantSpec":
         """Return the spec with other values of some fields.
 
         What belongs to the old values is reset, unless it is given too: the options of another rule and its
@@ -175,7 +176,7 @@ class QuantSpec:
             dropped["narrow_range"] = False
         return replace(self, **{**dropped, **change})
 
-    def _of_other_bits(self, change: Mapping[str, Any]) -> dict[str, Any]:
+    def _of_other_bits(self, change: Fields) -> dict[str, Any]:
         old, new = self.bits, change.get("bits")
         if old is None or new is None or old == new:  # open ones are chosen by the role's spec
             return {}

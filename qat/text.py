@@ -64,7 +64,7 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callabl
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
-def unknown_name(given: Iterable[Any], known: Iterable[str], kind: str = "key") -> str:
+def unknown_name(given: Iterable[object], known: Iterable[str], kind: str = "key") -> str:
     """Return the end of a sentence about the first unknown name; "" if all are known.
 
     It offers the most similar known name, or else all of them.
@@ -102,7 +102,7 @@ WORDS = {
 UNIONS = (Union, UnionType)
 
 
-def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
+def check_types(kind: Any, given: Mapping[str, object], where: str = "") -> None:
     """Refuse values that do not fit the annotations of a class or a function.
 
     A bool is no number. The ValueError says what would be right; it begins with `where`, or else with the name of the

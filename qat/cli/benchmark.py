@@ -14,7 +14,6 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from qat.export.onnx.program import quiet_export
 from qat.text import first_line, table
 from qat.training.errors import UserError
 from qat.training.report.figures import can_draw
-from qat.training.run.folder import LATENCY, MODEL
+from qat.training.run.folder import LATENCY, MODEL, Json
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
 ROUND = 0.05  # seconds that a model runs before the next one's turn; at least one call
@@ -80,7 +79,7 @@ def run(given: argparse.Namespace) -> int:
             }
             rows += [row for batch in batches for row in _measured(sessions, batch, threads, given.rounds)]
         sizes = {name: path.stat().st_size for name, path in models.items() if name != DEFAULT}
-    results: dict[str, Any] = {
+    results: Json = {
         "rows": [{**row, "agreement": agreement.get(row["model"])} for row in rows],
         "bytes": sizes,
         "runtime": runtime,
@@ -97,7 +96,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: int) -> list[dict[str, Any]]:
+def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: int) -> list[Json]:
     feeds = {}
     for name, session in sessions.items():
         shape = [batch, *(side or 224 for side in session.shape[1:])]
@@ -129,7 +128,7 @@ def _one_turn(session: Session, images: Array) -> float:  # the mean seconds of 
     return spent / calls
 
 
-def _shown(results: dict[str, Any], runtime: str) -> list[str]:
+def _shown(results: Json, runtime: str) -> list[str]:
     head = ["model", "batch", "threads", "ms", "images/s", "of float", "agreement"]
     cells = [
         [
@@ -149,7 +148,7 @@ def _shown(results: dict[str, Any], runtime: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+def _draw(rows: list[Json], path: Path) -> None:
     from matplotlib.figure import Figure
 
     threads, batches, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("threads", "batch", "model"))

@@ -12,7 +12,7 @@ from qat.cli.runs import open_run
 from qat.text import table
 from qat.training.config.file import flat
 from qat.training.errors import UserError
-from qat.training.run.folder import read_summary
+from qat.training.run.folder import Json, read_summary
 from qat.training.run.report import ROWS
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
@@ -31,7 +31,7 @@ def run(given: argparse.Namespace) -> int:
     summaries = [read_summary(each.folder) for each in opened]
     configs = _beside([flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened])
     versions = _beside([(summary or {}).get("versions", {}) for summary in summaries])
-    found: dict[str, Any] = {
+    found: Json = {
         "runs": given.runs,
         "unfinished": [path for path, summary in zip(given.runs, summaries, strict=True) if summary is None],
         "config": {key: values for key, values in configs.items() if any(each != values[0] for each in values)},
@@ -49,11 +49,11 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def _beside(columns: list[Json]) -> dict[str, list[Any]]:
     return {key: [column.get(key) for column in columns] for key in dict.fromkeys(itertools.chain(*columns))}
 
 
-def _results(summary: dict[str, Any]) -> dict[str, Any]:
+def _results(summary: Json) -> Json:
     onnx = summary.get("onnx", {})
     top1 = {f"top1 % {words}": summary[key]["top1"] for key, words in ROWS.items() if key in summary}
     found = {**top1, "seconds": summary.get("seconds"), "problem": summary.get("problem")}

@@ -6,7 +6,6 @@ Where a runtime's default session does not multiply exactly (x86 without VNNI), 
 import argparse
 import json
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from qat.cli.runs import add_overrides, add_run, open_run
 from qat.cli.runtimes import RUNTIMES, default_differs
 from qat.text import table
-from qat.training.run.folder import EVALUATION
+from qat.training.run.folder import EVALUATION, Json
 from qat.training.run.logging import progress_bar
 from qat.training.run.report import noise_of
 
@@ -44,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
     asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has(name)]
     ways = [(name, exact) for name in asked for exact in ((True, False) if default_differs(name) else (True,))]
     found = {f"{name}{'' if exact else ', default session'}": opened.engine(name, exact=exact) for name, exact in ways}
-    results: list[dict[str, Any]] = []
+    results: list[Json] = []
     first = None
     for name, engine in found.items():
         answers, labels, seconds = list[Tensor](), list[Tensor](), 0.0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,15 @@ from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
 from qat.training.model import build_model, load_weights, prepare_model, split_output
 from qat.training.run.checkpoint import preprocessing_of
-from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary, write_text
+from qat.training.run.folder import (
+    FLOAT_WEIGHTS,
+    LAST_CHECKPOINT,
+    MODEL,
+    RESOLVED_CONFIG,
+    Json,
+    read_summary,
+    write_text,
+)
 
 WRITERS = {
     MODEL: "train.py writes it with resume=auto export.onnx=true",
@@ -133,7 +141,7 @@ class Run:
             return InputTransform(preprocessing_of(self.about))
 
     @cached_property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Json:
         """Classes and preprocessing, as the file or the summary has them."""
         if self.runtime != "torch":
             about = notes_of(self.file(self.runtime))
@@ -179,7 +187,7 @@ class Run:
             qat.calibrate(model, data.calibration(given.calibration_batches), steps=steps)
         return model
 
-    def keep(self, file: str, results: dict[str, Any]) -> None:
+    def keep(self, file: str, results: Json) -> None:
         """Keep results of a verb in the run folder, for its report."""
         if self.path.is_dir():
             write_text(self.path / file, json.dumps(results, indent=1) + "\n")

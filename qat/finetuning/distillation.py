@@ -130,10 +130,10 @@ class _Watching(nn.Module):
                 raise ValueError(f"features: {type(model).__name__} has no module {name!r}; {hint}")
         self.train(model.training)
 
-    def forward(self, *inputs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def forward(self, *inputs: object) -> dict[str, object]:
+        found: dict[str, object] = {}
 
-        def keep(_module: nn.Module, _inputs: Any, output: Any, name: str) -> None:
+        def keep(_module: nn.Module, _inputs: object, output: object, name: str) -> None:
             found[name] = output
 
         with ExitStack() as hooks:  # for this call alone: a copy of the model would keep them

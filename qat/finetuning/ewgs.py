@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,12 @@ from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
 from qat.quantizer.granularity import to_groups
 
+Batch = TypeVar("Batch")
 SPREAD = 3.0  # the paper's G, a gradient that represents a tensor's, in their standard deviations
 
 
 def update_ewgs(
-    model: nn.Module, loss_function: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any], draws: int = 1
+    model: nn.Module, loss_function: Callable[[nn.Module, Batch], Tensor], batches: Iterable[Batch], draws: int = 1
 ) -> dict[str, float]:
     """Set the delta of every quantizer with `ewgs="hessian"`.
 
@@ -73,8 +74,8 @@ def update_ewgs(
 def _estimates(
     model: nn.Module,
     quantizers: dict[str, Quantizer],
-    loss_function: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
+    loss_function: Callable[[nn.Module, Batch], Tensor],
+    batch: Batch,
     draws: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:

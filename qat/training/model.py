@@ -15,7 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 from qat.training.run.logging import on_terminal
+
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
 
 logger = logging.getLogger("qat")
 TIMM = "timm/"  # prefix of the names of timm's models
@@ -124,7 +127,7 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     return model
 
 
-def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[str, Any]:
+def _arguments(config: ModelConfig, weights: "WeightsEnum | None", with_weights: bool) -> dict[str, Any]:
     if weights is None or with_weights:
         return {"weights": weights, **config.kwargs}
     if config.name in ("googlenet", "inception_v3"):
@@ -135,7 +138,7 @@ def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[st
     return config.kwargs
 
 
-def _weights(name: str, wanted: str) -> Any:
+def _weights(name: str, wanted: str) -> "WeightsEnum":
     import torchvision
 
     known = torchvision.models.get_model_weights(name)
@@ -148,10 +151,8 @@ def _weights(name: str, wanted: str) -> Any:
 
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:
-    layers: dict[str, Any] = {
-        name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)
-    }
-    name, old = list(layers.items())[-1]
+    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    name, old = layers[-1]
     bias = old.bias is not None
     if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
         new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
@@ -216,7 +217,7 @@ def load_float_weights(model: nn.Module, path: Path, model_name: str) -> None:
 
 
 def _read(file: Path, where: str) -> State:
-    content: Any
+    content: object
     try:
         content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write

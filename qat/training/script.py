@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from qat.training.report.page import finish
 from qat.training.run import folder as files
 from qat.training.run.checkpoint import about_model, check_same_data, load_checkpoint
 from qat.training.run.exit_status import exit_status
-from qat.training.run.folder import RunFolder, read_summary
+from qat.training.run.folder import Json, RunFolder, State, read_summary
 from qat.training.run.logging import CURVES, RunLog
 from qat.training.run.report import report_lines, write_summary
 from qat.training.run.stages import Stages, dry_run
@@ -133,7 +132,7 @@ def run_stages(
 ) -> int:
     """Run the stages that the folder does not contain yet, up to the proof."""
     resumed = ranks.from_first(_read_checkpoint(folder, config) if rank() == 0 else None)
-    results: dict[str, Any] = resumed["results"] if resumed else {}
+    results: Json = resumed["results"] if resumed else {}
     changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
     results["data"] = data.contents
     about = about_model(config, data.classes, data.preprocessing)
@@ -185,7 +184,7 @@ def _verdict(folder: Path, problem: str) -> int:
     return int(bool(problem))
 
 
-def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | None:
+def _read_checkpoint(folder: RunFolder, config: RunConfig) -> State | None:
     if folder.checkpoint is None:
         return None
     payload = load_checkpoint(folder.checkpoint)

@@ -103,7 +103,7 @@ SGD_RATE = 0.01
 ADAMW_RATE = 5e-4  # at 4 bits; doubled for every bit less, since the levels of weights are further apart
 
 
-def with_choices_by_bits(tree: Any) -> Any:
+def with_choices_by_bits(tree: object) -> Any:
     """Return a config's mapping with optimizer and lr of `qat` chosen by bits.
 
     AdamW up to `FEW` bits, else SGD; `qat.progressive` gets rates too. Each key is chosen on its own: whoever sets lr
@@ -117,8 +117,7 @@ def with_choices_by_bits(tree: Any) -> Any:
     >>> with_choices_by_bits({})["qat"]
     {'optimizer': 'sgd', 'lr': 0.01}
     """
-    stage = tree.get("qat", {}) if isinstance(tree, dict) else None
-    if not isinstance(stage, dict):
+    if not isinstance(tree, dict) or not isinstance(stage := tree.get("qat", {}), dict):
         return tree
     bits = _bits(tree.get("quantization"), dict.fromkeys(TENSORS, 8))
     fewest = min(bits.values())
@@ -135,7 +134,7 @@ def with_choices_by_bits(tree: Any) -> Any:
     return {**tree, "qat": stage}
 
 
-def rate(optimizer: Any, bits: int) -> float:
+def rate(optimizer: object, bits: int) -> float:
     """Return the peak learning rate for weights on so many bits, 1 to 16.
 
     >>> [rate("adamw", bits) for bits in (1, 2, 3, 4, 8, 16)]
@@ -144,18 +143,18 @@ def rate(optimizer: Any, bits: int) -> float:
     return ADAMW_RATE * 2.0 ** (FEW - min(max(bits, 2), 8)) if optimizer == "adamw" else SGD_RATE
 
 
-def _bits(grids: Any, default: dict[str, int]) -> dict[str, int]:
+def _bits(grids: object, default: dict[str, int]) -> dict[str, int]:
     specs = {tensor: _section(_section(grids).get(tensor)) for tensor in TENSORS}
     given = {tensor: _whole(spec.get("bits")) for tensor, spec in specs.items()}
     return {tensor: default[tensor] if bits is None else bits for tensor, bits in given.items()}
 
 
 # The config is not yet checked: a section or a number may be anything.
-def _section(value: Any) -> dict[str, Any]:
+def _section(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -201,13 +200,13 @@ def dotted(location: Sequence[str | int]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return a value as YAML on one line, of at most 80 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def _section_in(annotation: object) -> type[Section] | None:
     inner = get_args(annotation)
     if inner:
         return next(filter(None, map(_section_in, inner)), None)

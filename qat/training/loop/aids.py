@@ -22,6 +22,7 @@ from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
 from qat.training.errors import UserError, problems_of, value_errors_reported
 from qat.training.loop.stage import Batch, Mixing, TrainBatches
 from qat.training.model import build_model, load_float_weights
+from qat.training.run.folder import State
 from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 
@@ -108,11 +109,11 @@ class Aids:
         log.scalars(stage, "train", curves | shares, step)
         return ", ".join(f"{name.replace('_', ' ')} {share:.1f} %" for name, share in shares.items())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state of the aids that have one; it is no part of the model's."""
         return {} if self.oscillations is None else {"oscillations": self.oscillations.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         if self.oscillations is not None:
             self.oscillations.load_state_dict(state["oscillations"])
 

@@ -6,7 +6,6 @@ The host reads the results of the steps from the device every `log_every` steps 
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ from qat.training.model import split_output
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.exit_status import SignalledError, signals_deferred
-from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT
+from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT, State
 from qat.training.run.logging import progress_bar
 
 AUXILIARY_WEIGHT = 0.3  # weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)
@@ -340,7 +339,7 @@ def _save(
     file: str,
     epochs: int,
     evaluation: Evaluation | None,
-    state: dict[str, Any] | None = None,
+    state: State | None = None,
     statistics: list[Tensor] | None = None,
 ) -> None:
     if bad := not_finite(run.model):  # keep the last file that was finite

@@ -19,6 +19,7 @@ from qat.quantizer.training import scales_at_minimum
 from qat.training.config.schema import RunConfig
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import Batch, StageRun, rate_key
+from qat.training.run.folder import State
 from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 resource: Any = importlib.import_module("resource") if os.name == "posix" else None  # Windows has none
@@ -74,7 +75,7 @@ class Meter:
         self.seconds, self.since, self.rows, self.sizes = self.seconds + now - self.since, now, [], []
         return [row[0] for row in rows], dict(zip(curves or {}, numbers[total.numel() :], strict=True))
 
-    def sums(self) -> dict[str, Any]:
+    def sums(self) -> dict[str, object]:
         """Return the fields for a checkpoint, after `read`; `Meter(**sums)` goes on."""
         return {key: value for key, value in vars(self).items() if key not in ("rows", "sizes", "since")}
 
@@ -191,11 +192,11 @@ class Watch:
         self.rested |= {tag for tag, value in curves.items() if tag.startswith(AT_FLOOR) and value}
         return {tag: value for tag, value in curves.items() if not tag.startswith(AT_FLOOR) or tag in self.rested}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what the next points of the curves depend on."""
         return {"rested": sorted(self.rested), "codes": self.codes, "directions": self.directions}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.rested = set(state["rested"])
         for kept, saved in ((self.codes, state["codes"]), (self.directions, state["directions"])):
             kept.update({name: values.to(self.run.device) for name, values in saved.items()})
@@ -218,7 +219,7 @@ class Watch:
 
 
 @contextmanager
-def looking(config: RunConfig, model: nn.Module, log: RunLog, stage: str, step: int) -> Iterator[dict[str, Any]]:
+def looking(config: RunConfig, model: nn.Module, log: RunLog, stage: str, step: int) -> Iterator[State]:
     """Draw what the quantizers do in the first batch of an evaluation."""
     if config.watch != "all" or rank() != 0:
         yield {}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from qat.quantizer import Quantizer
 from qat.quantizer.training import weight_bits
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ProgressiveConfig, QATStageConfig, StageConfig
+from qat.training.run.folder import Json
 from qat.training.run.logging import RunLog
 
 Batch: TypeAlias = tuple[Tensor, Tensor]  # images and labels
@@ -55,7 +56,7 @@ class StageRun:
     device: torch.device
     log: RunLog
     folder: Path
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Json = field(default_factory=dict)
     first_step: int = 0  # steps of the stages before it, so that curves join
     epochs_before: int = 0  # epochs of the stages that it continues, so that no order of images repeats
     later_steps: int = 0  # steps of the stages after it, for the time left
@@ -63,7 +64,7 @@ class StageRun:
     sample: Batches | None = None  # training images without augmentation, by which `settle_statistics` compares
     distillation: Distillation | None = None
     mixing: Mixing | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    about: Json = field(default_factory=dict)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -147,7 +148,7 @@ def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
 
 def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageConfig:
     """Return a stage's settings: the last one's, but for epochs, rate and freezing."""
-    own: dict[str, Any] = {"epochs": stage.epochs, "lr": config.lr if stage.lr is None else stage.lr}
+    own: Json = {"epochs": stage.epochs, "lr": config.lr if stage.lr is None else stage.lr}
     own |= {"warmup_epochs": min(config.warmup_epochs, stage.epochs)}
     own |= dict.fromkeys(("freeze_bn_epoch", "freeze_scales_epoch", "oscillation"))
     return config.model_copy(update=own)

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import to_device
 from qat.training.model import split_output
+from qat.training.run.folder import Json
 
 IMAGES = 16  # for the errors of layers and for histograms
 ANSWERS = 5000  # at most, validation images whose answers are compared with the float model's
@@ -33,7 +33,7 @@ COSTS = ("name", "weight_bits", "activation_bits")
 
 def analyse(
     model: nn.Module, float_model: nn.Module, data: Data, device: torch.device, layers: Iterable[LayerDifference]
-) -> dict[str, Any]:
+) -> Json:
     """Return the content of analysis.json; models keep their modes and statistics."""
     images = to_device(next(iter(data.calibration(1))), device, channels_last=False)[0][:IMAGES]
     inferred, example = evaluation_copy(model), images[:1].cpu()  # without auxiliary classifiers
@@ -75,18 +75,18 @@ def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[s
     return lag
 
 
-def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[dict[str, Any]]:
+def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[Json]:
     """Return histograms of weights, before and after, and inputs, in steps of grids."""
-    seen: dict[Quantizer, dict[str, Any]] = {}
+    seen: dict[Quantizer, Json] = {}
     inputs: dict[str, Quantizer] = {}
 
-    def note(quantizer: Any, args: tuple[Any, ...], y: Tensor) -> None:
+    def note(quantizer: Quantizer, args: tuple[Tensor, ...], y: Tensor) -> None:
         if quantizer not in seen and quantizer.uniform and quantizer.exportable and not quantizer.passes:
             x, _ = sampled_activation(quantizer, args[0], y)
             scale, zero_point = quantizer.grid(x)
             seen[quantizer] = histogram(x / scale + zero_point, quantizer)
 
-    def note_input(name: str, layer: Any, args: Any, kwargs: Any, y: Any) -> None:
+    def note_input(name: str, layer: nn.Module, args: object, kwargs: dict[str, Quantizer], y: object) -> None:
         quantizer = kwargs.get("input_quantizer") or getattr(layer, "input_quantizer", None)
         if quantizer is not None:
             inputs[name] = quantizer
@@ -101,7 +101,7 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
     before, weights = dict(float_model.named_parameters()), dict(weights_of(model))
     found = []
     for name in names:
-        row: dict[str, Any] = {"layer": name, "input": seen.get(inputs[name]) if name in inputs else None}
+        row: Json = {"layer": name, "input": seen.get(inputs[name]) if name in inputs else None}
         each = weights.get(name)
         if each is not None and each.is_known and each.quantizer.uniform and each.quantizer.exportable:
             scale, zero_point = (value.detach() for value in each.quantizer.grid(each.rows()))
@@ -114,7 +114,7 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
     return found
 
 
-def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None = None) -> dict[str, Any]:
+def histogram(steps: Tensor, quantizer: Quantizer, like: Json | None = None) -> Json:
     """Return shares of values in equal bins, in steps of the grid."""
     qmin, qmax = quantizer.bounds()
     reach = (qmax - qmin) * 0.25 + 1
@@ -128,7 +128,7 @@ def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None =
 
 
 @torch.no_grad()
-def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> dict[str, Any]:
+def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> Json:
     """Count changed answers: rows of truth, answer before, answer now, images."""
     changes: Counter[tuple[int, int, int]] = Counter()
     count = 0

@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from qat.training.config.file import flat, parse_yaml
-from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SENSITIVITY, SUMMARY
+from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SENSITIVITY, SUMMARY, Json
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 from qat.training.run.report import deviation_of
 
@@ -30,7 +30,7 @@ class ReportedRun:
         self.name = self.path.resolve().name
         self.summary, self.analysis = self.read(SUMMARY), self.read(ANALYSIS)
 
-    def read(self, file: str) -> dict[str, Any]:
+    def read(self, file: str) -> Json:
         """Read a JSON object from a file of the run; empty if there is none."""
         try:
             found = json.loads((self.path / file).read_bytes())
@@ -59,7 +59,7 @@ class ReportedRun:
         return file.read_text(encoding="utf-8") if file.is_file() else ""
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """The values of the resolved config by their keys, `qat.lr`."""
         return flat(parse_yaml(self.config) or {})
 
@@ -204,14 +204,14 @@ def _layers(run: ReportedRun) -> Iterator[str]:
             )
 
 
-def change_of(result: dict[str, Any], row: dict[str, Any], side: str, part: str) -> tuple[float, float, bool]:
+def change_of(result: Json, row: Json, side: str, part: str) -> tuple[float, float, bool]:
     """Return changes of top-1 and loss, and True if the loss exceeds noise."""
     reference, score = {"only": "float", "all_but": "baseline"}[side], row[side][part]
     top1, loss = (score[key] - result[reference][key] for key in ("top1", "loss"))
     return top1, loss, abs(loss) > score[f"noise_to_{reference}"]
 
 
-def stands_out(result: dict[str, Any], row: dict[str, Any]) -> bool:
+def stands_out(result: Json, row: Json) -> bool:
     """Return True if a layer costs much of the accuracy.
 
     The model is worse with only this layer quantized and better with all but it, both beyond noise, and the latter

@@ -4,7 +4,6 @@ import inspect
 import json
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -14,7 +13,7 @@ from qat.training.config.file import dump_config, flat
 from qat.training.config.schema import RunConfig
 from qat.training.report.figures import FIGURES, can_draw, rendered, styled
 from qat.training.report.findings import ReportedRun, findings
-from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, replacing
+from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, Json, replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
 
@@ -102,7 +101,7 @@ def _details(run: ReportedRun) -> str:
     )
 
 
-def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -> None:
+def finish(log: RunLog, config: RunConfig, summary: Json, step: int) -> None:
     """Write the report of a run, and add its text and figures to TensorBoard."""
     if config.watch == "off":
         return

@@ -26,7 +26,7 @@ from qat.finetuning import EMA
 from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
-from qat.training.run.folder import replacing
+from qat.training.run.folder import Json, State, replacing
 
 FORMAT = 1  # version of the payload; `load_checkpoint` refuses others
 PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")  # the packages whose versions are kept
@@ -39,18 +39,18 @@ class StageState:
 
     epoch: int  # whole epochs
     step: int  # steps of the next one
-    meters: list[dict[str, Any]]  # sums of that epoch, and of the steps since the last point
+    meters: list[State]  # sums of that epoch, and of the steps since the last point
     best_top1: float
-    optimizer: dict[str, Any]
-    schedule: dict[str, Any]
-    scaler: dict[str, Any]
+    optimizer: State
+    schedule: State
+    scaler: State
     ema: dict[str, Tensor] | None
-    rng: list[dict[str, Any]]  # the generators of each rank
-    aids: dict[str, Any] = field(default_factory=dict)
-    watch: dict[str, Any] = field(default_factory=dict)
+    rng: list[State]  # the generators of each rank
+    aids: State = field(default_factory=dict)
+    watch: State = field(default_factory=dict)
 
 
-def capture_rng(device: torch.device) -> dict[str, Any]:
+def capture_rng(device: torch.device) -> State:
     """Return the states of the generators of Python, NumPy and torch (CPU, CUDA)."""
     known: Any = np.random.get_state()
     _, keys, *rest = known
@@ -60,7 +60,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def restore_rng(states: dict[str, Any], device: torch.device) -> None:
+def restore_rng(states: State, device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
     keys, *rest = states["numpy"]
@@ -69,7 +69,7 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, payload: State) -> None:
     """On rank 0, write a checkpoint atomically, with the version of its format.
 
     The payload has tensors and plain Python values under `PAYLOAD_KEYS`. epochs: finished ones; state: the `vars` of a
@@ -86,7 +86,7 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 RESTORE = "restore a copy of it, or start anew in another run_dir"
 
 
-def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
+def load_checkpoint(path: Path, way_out: str = RESTORE) -> State:
     """Read a checkpoint onto the CPU; `way_out` ends the sentence of a damaged one."""
     try:
         payload = read_archive(path)
@@ -103,7 +103,7 @@ def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
     return payload
 
 
-def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[str, Any]) -> list[str]:
+def check_same_data(payload: State, classes: list[str], contents: Json) -> list[str]:
     """Return a warning for each split with other images; refuse other classes."""
     before, saved = payload["about"]["classes"], payload["results"]["data"]
     if before != classes:
@@ -120,12 +120,12 @@ def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[
     ]
 
 
-def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
+def restore_model(path: Path, payload: State, model: nn.Module) -> None:
     """Load a checkpoint into a model that was built and prepared as then."""
     load_state(model, payload["model"], f"{path}: the checkpoint is of another model")
 
 
-def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
+def load_evaluated(path: Path, payload: State, model: nn.Module) -> None:
     """Load a checkpoint as evaluated: averaged weights with their statistics."""
     restore_model(path, payload, model)
     averages = payload["state"] and payload["state"]["ema"]
@@ -155,7 +155,7 @@ class DamagedError(Exception):
     """Raised if a file's content is not what was written."""
 
 
-def read_archive(path: Path) -> Any:
+def read_archive(path: Path) -> object:
     """Read tensors and plain values of a torch.save file onto the CPU.
 
     Raises `DamagedError` for a wrong checksum; torch.load raises many kinds of errors.
@@ -192,7 +192,7 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:
+def load_state(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
     """Load a state_dict strictly; errors become a sentence that begins with `where`."""
     try:
         model.load_state_dict(state)
@@ -201,7 +201,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: {differences}") from error
 
 
-def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
+def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> Json:
     """Return model, classes, preprocessing, target, recipe, versions: plain values."""
     kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
     return {
@@ -214,7 +214,7 @@ def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocess
     }
 
 
-def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
+def preprocessing_of(about: Json) -> Preprocessing:
     """Return the preprocessing noted by `about_model`; ValueError if incomplete."""
     try:
         kept = {field.name: about[field.name] for field in fields(Preprocessing)}
@@ -224,7 +224,7 @@ def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
         raise ValueError(f"what it says of the preprocessing is incomplete ({error})") from None
 
 
-def export_metadata(about: dict[str, Any], results: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def export_metadata(about: Json, results: Json, model: nn.Module) -> Json:
     """Return metadata for `qat.export_onnx`: about, accuracies, epoch and digest."""
     stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
     known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}

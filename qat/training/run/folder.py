@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
@@ -26,6 +26,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("qat")
+Json: TypeAlias = dict[str, Any]  # an object of a JSON file: plain values
+State: TypeAlias = dict[str, Any]  # tensors and plain values, as in a checkpoint
 RUNS = Path("runs")  # parent of the default run folders, relative to the current folder
 LAST_CHECKPOINT = "last.pt"
 BEST_CHECKPOINT = "best.pt"  # the weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model
@@ -255,7 +257,7 @@ def _finished(path: Path, config: RunConfig) -> int | None:
     return int(summary.get("exit_status", 0))
 
 
-def read_summary(path: Path) -> dict[str, Any] | None:
+def read_summary(path: Path) -> Json | None:
     """Return the summary of a finished run; None if it is missing or truncated."""
     try:
         summary = json.loads((path / SUMMARY).read_bytes())
@@ -264,7 +266,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: Collection[str] = ()) -> None:
+def check_same_config(path: Path, saved: Json, config: RunConfig, ahead: Collection[str] = ()) -> None:
     """Refuse a config that would train something else than `saved` did."""
     before, now = flat(saved), flat(config.model_dump(mode="json"))
     free = tuple(f"{key}." for key in (*KEYS_FREE_ON_RESUME, *ahead))

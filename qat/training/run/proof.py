@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -31,9 +30,10 @@ from qat.export.ties import allowed_of
 from qat.quantizer.training import scales_at_minimum
 from qat.text import table
 from qat.training.config.schema import RunConfig
+from qat.training.data.loaders import Batch
 from qat.training.errors import UserError
 from qat.training.run.exit_status import is_memory_shortage
-from qat.training.run.folder import replacing
+from qat.training.run.folder import Json, replacing
 from qat.training.run.logging import RunLog
 
 logger = logging.getLogger("qat")
@@ -51,7 +51,7 @@ WAYS_OUT = (
 class Proof:
     """Results of the comparison, with exact products."""
 
-    results: dict[str, Any]
+    results: Json
     layers: list[LayerDifference]
     saturation: list[Saturation]
     differences: Differences | None = None  # causes of differing predictions, if too few are equal
@@ -130,7 +130,7 @@ class Proof:
         return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
 
 
-def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
+def prove(path: Path, model: fx.GraphModule, batches: Iterable[Batch]) -> Proof:
     """Compare predictions on all batches, and integers on the first one.
 
     If too few predictions or values are right, `qat.export.explain_differences` looks for the reason.
@@ -160,7 +160,7 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
 
 def onnx_results(
     found: Verification, layers: list[LayerDifference], operators: Mapping[str, int], size: int, sums: list[Saturation]
-) -> dict[str, Any]:
+) -> Json:
     channels = [len(each.channels) for each in sums]
     return {
         **session_results(found, layers),
@@ -170,7 +170,7 @@ def onnx_results(
     }
 
 
-def session_results(found: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
+def session_results(found: Verification, layers: list[LayerDifference]) -> Json:
     return {
         "top1": found.onnx_top1,
         "agreement": found.agreement,
@@ -180,7 +180,7 @@ def session_results(found: Verification, layers: list[LayerDifference]) -> dict[
     }
 
 
-def _integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
+def _integers_results(layers: list[LayerDifference]) -> Json:
     most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
     return {
         "compared": len(layers),
@@ -190,7 +190,7 @@ def _integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
     }
 
 
-def _answers(found: dict[str, Any]) -> str:
+def _answers(found: Json) -> str:
     top1 = "" if found["top1"] is None else f"val top1 {found['top1']:.2f} %, "
     integers = "{differing:,} of {elements:,} integers differ over {compared} layers".format(**found["layers"])
     return f"{top1}{100 * found['agreement']:.2f} % equal predictions; {integers}"
@@ -200,9 +200,9 @@ def export_and_prove(
     model: fx.GraphModule,
     path: Path,
     example: Tensor,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     config: RunConfig,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     log: RunLog,
 ) -> Proof:
     """Write the model, run it over the batches, and compare it with the file.
@@ -234,9 +234,14 @@ def export_and_prove(
 
 
 def _write(
-    model: fx.GraphModule, path: Path, example: Tensor, metadata: Mapping[str, Any], exact_sums: bool, config: RunConfig
+    model: fx.GraphModule,
+    path: Path,
+    example: Tensor,
+    metadata: Mapping[str, object],
+    exact_sums: bool,
+    config: RunConfig,
 ) -> None:
-    options: dict[str, Any] = {"exact_sums": exact_sums, "packed": config.export.packed, "opset": config.export.opset}
+    options: Json = {"exact_sums": exact_sums, "packed": config.export.packed, "opset": config.export.opset}
     try:
         qat.export_onnx(model, path, example, metadata=metadata, **options)
     except Exception as error:  # the exporter has its own types

@@ -5,7 +5,6 @@ import math
 import platform
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from qat.export.onnxruntime.session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig
-from qat.training.run.folder import write_text
+from qat.training.run.folder import Json, write_text
 
 ROWS = {  # keys of the results (nested keys after a dot), and their names in the table, in its order
     "float": "float",
@@ -25,9 +24,7 @@ ROWS = {  # keys of the results (nested keys after a dot), and their names in th
 }
 
 
-def write_summary(
-    path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
-) -> dict[str, Any]:
+def write_summary(path: Path, config: RunConfig, about: Json, results: Json, seconds: float, problem: str) -> Json:
     """Write summary.json; `problem` says why the proof failed, "" if it holds."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
@@ -55,7 +52,7 @@ def write_summary(
     return summary
 
 
-def report_lines(summary: dict[str, Any]) -> list[str]:
+def report_lines(summary: Json) -> list[str]:
     """Return the lines that a run prints of its summary: table, noise, versions."""
     lines = [*table(table_rows(summary), numbers=True), ""]
     if "val_images" in summary:  # old summaries in benchmarks/results have none
@@ -85,7 +82,7 @@ def deviation_of(top1: float, images: int) -> float:
     return max(2 * math.sqrt(top1 * (100 - top1) / images), 300 / images)
 
 
-def table_rows(results: dict[str, Any]) -> list[list[str]]:
+def table_rows(results: Json) -> list[list[str]]:
     rows = [["model", "top1 %", "size", "agreement"]]
     for key, result in results_by_row(results).items():
         size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
@@ -100,13 +97,13 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def results_by_row(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def results_by_row(summary: Json) -> dict[str, Json]:
     nested = summary.get("onnx", {}).get("default_session")
     found = {**summary, "onnx.default_session": nested}
     return {key: found[key] for key in ROWS if found.get(key)}
 
 
-def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
+def describe_choice(now: Json, before: Json) -> str:
     """Say which weights are exported, and which earlier export they replace.
 
     Both arguments are `qat` sections of summary.json; `before` is empty if nothing was exported.

@@ -6,7 +6,6 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from timeit import timeit
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -31,7 +30,17 @@ from qat.training.ranks import from_first
 from qat.training.report.analysis import analyse
 from qat.training.run import checkpoint
 from qat.training.run.checkpoint import StageState, load_checkpoint
-from qat.training.run.folder import ANALYSIS, BEST_CHECKPOINT, FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder, write_text
+from qat.training.run.folder import (
+    ANALYSIS,
+    BEST_CHECKPOINT,
+    FLOAT_WEIGHTS,
+    LAYERS,
+    MODEL,
+    Json,
+    RunFolder,
+    State,
+    write_text,
+)
 from qat.training.run.logging import RunLog, add_layout
 from qat.training.run.proof import export_and_prove
 from qat.training.run.report import describe_choice
@@ -52,10 +61,10 @@ class Stages:
     prepared: dict[str, nn.Module]  # by stage: the model on its grids, as prepared at the start of the run
     log: RunLog
     folder: RunFolder
-    before: dict[str, Any]  # summary of the finished run that is extended; else empty
-    resumed: dict[str, Any] | None  # payload of the checkpoint
-    results: dict[str, Any]
-    about: dict[str, Any]
+    before: Json  # summary of the finished run that is extended; else empty
+    resumed: State | None  # payload of the checkpoint
+    results: Json
+    about: Json
     steps: int = 0
     qat_epochs: int = 0
     compared: list[LayerDifference] = field(default_factory=list)
@@ -207,7 +216,7 @@ class Stages:
             mixing=build_mixing(stage, classes), about=self.about,
         )  # fmt: skip
         evaluation = train_stage(run, state)
-        choice: dict[str, Any] = {}
+        choice: Json = {}
         if name == "qat":
             epoch, evaluation = choose_weights(run, evaluation)
             choice = {"weights": self.config.export.weights, "epoch": epoch}
