@@ -65,6 +65,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
     from qat.training.model import build_model, prepare_model
     from qat.training.run import checkpoint, folder
+    from qat.training.task import score_of
 
     if not path.exists():
         raise UserError(f"'{path}' does not exist{looked_in(path)}")
@@ -106,7 +107,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     with value_errors_reported(f"{file}: "):
         transform = InputTransform(checkpoint.preprocessing_of(about))
     found = {"classes": about["classes"], "transform": transform, "config": config}
-    for name, value in {**found, "accuracy": payload["evaluation"]["top1"]}.items():
+    for name, value in {**found, "accuracy": score_of(payload["evaluation"])}.items():
         if not hasattr(model, name):
             setattr(model, name, value)
     return model.eval()

@@ -14,6 +14,7 @@ from qat.training.config.file import flat
 from qat.training.errors import UserError
 from qat.training.run.folder import Json, read_summary
 from qat.training.run.report import ROWS
+from qat.training.task import score_of, title_of
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
 PLACE = {"run_dir", "resume"}  # the place of a run, no part of what it does
@@ -55,8 +56,10 @@ def _beside(columns: list[Json]) -> dict[str, list[Any]]:
 
 def _results(summary: Json) -> Json:
     onnx = summary.get("onnx", {})
-    top1 = {f"top1 % {words}": summary[key]["top1"] for key, words in ROWS.items() if key in summary}
-    found = {**top1, "seconds": summary.get("seconds"), "problem": summary.get("problem")}
+    scores = {
+        f"{title_of(summary[key])} % {words}": score_of(summary[key]) for key, words in ROWS.items() if key in summary
+    }
+    found = {**scores, "seconds": summary.get("seconds"), "problem": summary.get("problem")}
     if onnx:
         differing, size = onnx["layers"]["differing"], onnx["size_bytes"] / 1e6
         found |= {"agreement %": 100 * onnx["agreement"], "integers that differ": differing, "model.onnx MB": size}

@@ -39,36 +39,40 @@ def _runtimes(text: str) -> list[str]:
 
 def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
-    data = opened.data(given.overrides)
+    data, task = opened.data(given.overrides), opened.config.task
     asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has(name)]
     ways = [(name, exact) for name in asked for exact in ((True, False) if default_differs(name) else (True,))]
     found = {f"{name}{'' if exact else ', default session'}": opened.engine(name, exact=exact) for name, exact in ways}
     results: list[Json] = []
     first = None
     for name, engine in found.items():
-        answers, labels, seconds = list[Tensor](), list[Tensor](), 0.0
+        answers, counts, images_seen, seconds = list[Tensor](), list[Tensor](), 0, 0.0
         with progress_bar(data.val, name) as bar:
             for images, truth in bar:
                 started = time.perf_counter()
-                answers.append(engine(images).argmax(1))
+                scores = engine(images)
                 seconds += time.perf_counter() - started
-                labels.append(truth)
-        answered, truths = torch.cat(answers), torch.cat(labels)
+                answers.append(scores.argmax(1))
+                counts.append(task.counts(scores, truth))
+                images_seen += len(truth)
+        answered = torch.cat(answers)
         first = answered if first is None else first
         results.append({
             "runtime": name,
-            "top1": 100 * float((answered == truths).double().mean()),
-            "images": len(truths),
-            "images_per_second": len(truths) / seconds,
+            task.metric: task.score(torch.stack(counts).sum(0)),
+            "images": images_seen,
+            "images_per_second": images_seen / seconds,
             "same_answers": float((answered == first).double().mean()),
         })  # fmt: skip
     if given.json:
         print(json.dumps(results, indent=1))
     else:
-        rows = [[each["runtime"], f"{each['top1']:.2f}", f"{100 * each['same_answers']:.2f} %"] for each in results]
+        rows = [
+            [each["runtime"], f"{each[task.metric]:.2f}", f"{100 * each['same_answers']:.2f} %"] for each in results
+        ]
         rows[0][2] = ""
         cells = [[*row, f"{each['images_per_second']:,.0f}"] for row, each in zip(rows, results, strict=True)]
-        head = ["runtime", "top1 %", f"as {results[0]['runtime']}", "images/s"]
-        print("\n".join([*table([head, *cells], numbers=True), "", noise_of(results[0]["top1"], len(truths))]))
+        head = ["runtime", f"{task.title} %", f"as {results[0]['runtime']}", "images/s"]
+        print("\n".join([*table([head, *cells], numbers=True), "", *noise_of(results[0], images_seen)]))
     opened.keep(EVALUATION, {"rows": results})
     return 0

@@ -23,7 +23,7 @@ from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
 from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
-from qat.training.model import build_model, load_weights, prepare_model, split_output
+from qat.training.model import build_model, load_weights, prepare_model
 from qat.training.run.checkpoint import preprocessing_of
 from qat.training.run.folder import (
     FLOAT_WEIGHTS,
@@ -34,6 +34,7 @@ from qat.training.run.folder import (
     read_summary,
     write_text,
 )
+from qat.training.task import CLASSIFICATION, Task
 
 WRITERS = {
     MODEL: "train.py writes it with resume=auto export.onnx=true",
@@ -164,7 +165,7 @@ class Run:
 
             return run
         model = self.float_model if runtime == "float" else self.quantized
-        return lambda images: in_torch(model, images)
+        return lambda images: in_torch(model, images, self.config.task)
 
     def as_pixels(self, images: Tensor) -> Tensor:
         """Return the uint8 pixels (N, H, W, 3) of normalised images (N, 3, H, W)."""
@@ -227,7 +228,7 @@ def open_run(path: str, builder: str | None = None) -> Run:
     return Run(file, builder)
 
 
-def in_torch(model: nn.Module, images: Tensor) -> Tensor:
+def in_torch(model: nn.Module, images: Tensor, task: Task = CLASSIFICATION) -> Tensor:
     """Return the scores of a model in eval mode."""
     with torch.no_grad():
-        return split_output(model(images), len(images))[0].float()
+        return task.split_output(model(images), len(images))[0].float()

@@ -13,7 +13,6 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,11 +42,13 @@ from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 from qat.training.run.logging import on_terminal
+from qat.training.task import CLASSIFICATION, TASKS, task_of
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
 
 logger = logging.getLogger("qat")
+LRASPP = "lraspp_mobilenet_v3_large"  # the one segmenter without an auxiliary head
 TIMM = "timm/"  # prefix of the names of timm's models
 
 
@@ -75,11 +76,11 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
 def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Module:
     import torchvision  # late, since it takes seconds
 
-    names = torchvision.models.list_models(module=torchvision.models)
+    names = [name for task in TASKS for name in task.models()]
     if config.name not in names:
-        near = did_you_mean(config.name, names)
+        near, tasks = did_you_mean(config.name, names), " or ".join(task.name for task in TASKS)
         hint = f"; {near}" if near else ", nor timm/name, nor package.module:callable"
-        raise UserError(f"model.name: '{config.name}' is not a classification model of torchvision{hint}")
+        raise UserError(f"model.name: '{config.name}' is not a model of torchvision for {tasks}{hint}")
     weights = None if config.weights is None else _weights(config.name, config.weights)
     if weights is not None and with_weights:
         file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rsplit("/", 1)[1]
@@ -102,7 +103,7 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
     except Exception as error:  # the cause can only be the user's kwargs
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if built != classes:
-        name = _replace_classifier(model, classes)
+        name = _replace_classifiers(model, classes, built if task_of(config.name, None).dims > 2 else None)
         if with_weights:
             logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
     return model
@@ -128,8 +129,12 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
 
 
 def _arguments(config: ModelConfig, weights: "WeightsEnum | None", with_weights: bool) -> dict[str, Any]:
+    # A segmenter would download its backbone's weights unasked.
+    backbone = {"weights_backbone": None} if task_of(config.name, None).dims > 2 else {}
     if weights is None or with_weights:
-        return {"weights": weights, **config.kwargs}
+        return {"weights": weights, **backbone, **config.kwargs}
+    if backbone:  # with weights, the builders add an auxiliary head
+        return {**backbone, **({"aux_loss": True} if config.name != LRASPP else {}), **config.kwargs}
     if config.name in ("googlenet", "inception_v3"):
         changed = {"aux_logits": config.name == "inception_v3", "transform_input": True}
         return {**changed, **config.kwargs, "init_weights": False}
@@ -150,17 +155,19 @@ def _weights(name: str, wanted: str) -> "WeightsEnum":
     return known[key]
 
 
-def _replace_classifier(model: nn.Module, classes: int) -> str:
+def _replace_classifiers(model: nn.Module, classes: int, built: int | None) -> str:
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)]
-    name, old = layers[-1]
-    bias = old.bias is not None
-    if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
-        new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
-    else:
-        new = nn.Linear(old.in_features, classes, bias=bias)
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, new)
-    return name
+    # A segmenter has several, of its auxiliary head and its two scales.
+    replaced = [(name, each) for name, each in layers if getattr(each, "out_channels", 0) == built] or layers[-1:]
+    for name, old in replaced:
+        bias = old.bias is not None
+        if isinstance(old, nn.Conv2d):  # 1 x 1
+            new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
+        else:
+            new = nn.Linear(old.in_features, classes, bias=bias)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, new)
+    return ", ".join(name for name, _ in replaced)
 
 
 def _users_model(config: ModelConfig, classes: int) -> nn.Module:
@@ -337,7 +344,7 @@ def rehearse(prepared: nn.Module, exports: bool) -> None:
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
     """Run two black images through the float model, so that errors show early."""
-    device = model_device(model)
+    device, task = model_device(model), config.task
     try:
         with evaluating(model), torch.no_grad():
             output = model(torch.zeros(2, *image_shape, device=device))
@@ -346,12 +353,12 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
             f"model: {config.model.name} does not run on 2 images of {image_shape} ({reason(error)});"
             " another data.image_size?"
         ) from error
-    if config.export.onnx and not isinstance(output, torch.Tensor):
+    if config.export.onnx and task is CLASSIFICATION and not isinstance(output, torch.Tensor):
         raise UserError(
             f"model: {config.model.name} returns {type(output).__name__}, and ONNX export needs a tensor of logits;"
             " return that, or set export.onnx=false"
         )
-    logits, _ = split_output(output, 2)
+    logits, _ = task.split_output(output, 2)
     if logits.shape[1] < classes:
         raise UserError(f"model: {config.model.name} has {logits.shape[1]} outputs, the data set {classes} classes")
 
@@ -359,24 +366,3 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
     with value_errors_reported(f"quantization.{tensor}: "):
         return QuantSpec(**config.model_dump(exclude_none=True)).resolved(default)
-
-
-def split_output(output: object, batch_size: int) -> tuple[Tensor, list[Tensor]]:
-    """Split a classifier's output into its logits and those of auxiliary classifiers.
-
-    The output is a tensor, a dict with the key logits or out, or a tuple or list, whose `.logits` or first entry is
-    used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
-    """
-    logits = output
-    others: list[object] = []
-    if isinstance(output, Mapping):
-        logits, others = output.get("logits", output.get("out")), list(output.values())
-    elif isinstance(output, tuple | list) and output:
-        logits, others = getattr(output, "logits", output[0]), list(output)
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != batch_size:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-        raise UserError(f"model: it must return logits of shape ({batch_size}, classes), but returned {got}")
-    auxiliary = [
-        other for other in others if isinstance(other, Tensor) and other is not logits and other.shape == logits.shape
-    ]
-    return logits, auxiliary

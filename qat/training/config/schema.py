@@ -24,9 +24,17 @@ from qat.training.config.stages import (
     SpecConfig,
     StageConfig,
 )
+from qat.training.task import Task, task_of
 
-DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
-WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}  # these need no `data.root`, and why
+DATASETS = (
+    "digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake", "canvases",
+    "masks", "voc",
+)  # fmt: skip
+WITHOUT_FILES = {
+    "digits": "bundled",
+    "fake": "made up",
+    "canvases": "made of the bundled digits",
+}  # these need no `data.root`, and why
 
 
 def _dataset_name(name: str) -> str:
@@ -88,13 +96,15 @@ class DataConfig(Section):
 
     name: DatasetName = "digits"
     """`digits` is bundled; `imagefolder` reads root/train/<class>/ and root/val/<class>/; `npz` reads the arrays
-    x_train, y_train, x_val, y_val (uint8 images NHWC or NHW) of one file; `fake` is random and for smoke tests. For a
+    x_train, y_train, x_val, y_val (uint8 images NHWC or NHW) of one file; `fake` is random and for smoke tests. For
+    segmentation, `canvases` are scenes of the bundled digits, `masks` reads root/train/images/, root/train/masks/, the
+    same of val and the names in root/classes.txt, and `voc` PASCAL VOC 2012. For a
     data set of your own `package.module:callable`: it gets this section and returns a
     `qat.training.data.images.Dataset`."""
     root: str | None = None
     """Folder (or .npz file) of the data; not for `digits` and `fake`. A data set of your own may read it."""
     download: bool = False
-    """Let torchvision download cifar10, cifar100, mnist or fashion_mnist into `root`."""
+    """Let torchvision download cifar10, cifar100, mnist, fashion_mnist or voc into `root`."""
     image_size: Count = 32
     """Side of the square image that the model sees, in pixels."""
     resize_size: Count | None = None
@@ -224,6 +234,11 @@ class RunConfig(Section):
     """Also fine-tune the float model with QAT's epochs and settings, for a fair comparison."""
     quantization: QuantizationConfig = QuantizationConfig()
     export: ExportConfig = ExportConfig()
+
+    @property
+    def task(self) -> Task:
+        """What the run learns."""
+        return task_of(self.model.name, self.model.task)
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":

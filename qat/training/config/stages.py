@@ -31,8 +31,10 @@ class ModelConfig(Section):
     """The float model to quantize, and its weights."""
 
     name: str = "resnet18"
-    """A torchvision classification builder (`resnet18`), a model of timm (`timm/mobilenetv4_conv_small`), or
-    `package.module:callable` for a model of your own."""
+    """A torchvision builder, which says the task (`resnet18`, `lraspp_mobilenet_v3_large`), a model of timm
+    (`timm/mobilenetv4_conv_small`), or `package.module:callable` for a model of your own."""
+    task: Literal["classification", "segmentation"] | None = None
+    """What a model of your own learns: a label for each image (default), or for each pixel."""
     weights: str | None = None
     """Pretrained weights by torchvision's or timm's name (`DEFAULT`, `IMAGENET1K_V1`, `a1_in1k`); downloaded once."""
     num_classes: Count | None = None

@@ -19,7 +19,9 @@ from PIL import Image
 from qat.text import first_line
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
-from qat.training.data.images import Dataset, ImageArray, ImageFiles
+from qat.training.data.images import Dataset, ImageArray, ImageFiles, MaskFiles
+from qat.training.data.masks import read_mask_folder
+from qat.training.data.scenes import draw_scenes
 from qat.training.data.transforms import Channels
 from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.run.logging import on_terminal
@@ -30,6 +32,9 @@ IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
+DOWNLOADED = ("cifar10", "cifar100", "mnist", "fashion_mnist", "voc")
+
+
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
     """Open the data set that `config` names."""
     own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
@@ -38,8 +43,8 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
     if not (own or config.root or why):
         where = "the .npz file" if config.name == "npz" else "the folder"
         raise UserError(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
-    if config.download and config.name not in _TORCHVISION:
-        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(_TORCHVISION)}")
+    if config.download and config.name not in DOWNLOADED:
+        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(DOWNLOADED)}")
     if not own:
         return _BUILDERS[config.name](config, seed)
     with users_callable("data.name", config.name) as builder:
@@ -64,6 +69,45 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
     in_val[np.argsort(labels, kind="stable")[::5]] = True
     train, val = (_array(images[chosen], labels[chosen]) for chosen in (~in_val, in_val))
     return Dataset(train, val, [str(digit) for digit in range(10)])
+
+
+def _canvases(config: DataConfig, seed: int) -> Dataset:
+    images, labels = read_digits()
+    in_val = np.zeros(len(labels), bool)
+    in_val[np.argsort(labels, kind="stable")[::5]] = True  # those of `digits`
+    splits = []
+    for name, chosen, count in (("train", ~in_val, 960), ("val", in_val, 240)):
+        written = torch.from_numpy(images[chosen]), torch.from_numpy(labels[chosen])
+        scenes = draw_scenes(*written, count, config.image_size, seeded_generator(0, f"canvases_{name}"))
+        splits.append(ImageArray(scenes.images, scenes.masks))
+    return Dataset(*splits, ["background", *(str(digit) for digit in range(10))])
+
+
+def _masks(config: DataConfig, seed: int) -> Dataset:
+    splits, classes = read_mask_folder(Path(os.path.expanduser(str(config.root))))
+    return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
+
+
+def _voc(config: DataConfig, seed: int) -> Dataset:
+    from torchvision import datasets  # late, since it takes seconds
+
+    root = Path(os.path.expanduser(str(config.root)))
+    try:
+        found = [datasets.VOCSegmentation(root, image_set=name, download=config.download) for name in ("train", "val")]
+    except (OSError, RuntimeError) as error:
+        how = f"could not be downloaded ({first_line(error)})" if config.download else "is not there"
+        raise UserError(f"data.root: '{root}': VOC 2012 {how}; it lies in {root}/VOCdevkit/VOC2012") from error
+    splits = (
+        MaskFiles(*(np.array([os.fsencode(path) for path in each]) for each in (split.images, split.masks)), len(VOC))
+        for split in found
+    )
+    return Dataset(*splits, list(VOC), IMAGENET_MEAN, IMAGENET_STD)
+
+
+VOC = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "dining table",
+    "dog", "horse", "motorbike", "person", "potted plant", "sheep", "sofa", "train", "tv monitor",
+)  # fmt: skip
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -155,6 +199,9 @@ _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
     "imagenet": _imagefolder,
     "npz": _npz,
     "fake": _fake,
+    "canvases": _canvases,
+    "masks": _masks,
+    "voc": _voc,
     **dict.fromkeys(_TORCHVISION, _torchvision_set),
 }
 

@@ -8,7 +8,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -18,23 +18,32 @@ from torch import Tensor
 from qat.text import first_line
 from qat.training.data.transforms import Channels, Picture, Preprocessing, pixels_of
 from qat.training.errors import UserError, looked_in, problems_of
+from qat.training.task import IGNORED
 
 HALF: Channels = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
 class ImageArray:
-    """Images in memory, uint8 (N, 1 or 3, H, W), and their int64 labels (N,)."""
+    """Images in memory, uint8 (N, 1 or 3, H, W), and their int64 labels (N,) or uint8 masks (N, H, W)."""
 
     images: Tensor
     labels: Tensor
 
-    def picture(self, index: int) -> Tensor:
-        return self.images[index]
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def has_masks(self) -> bool:
+        """True if each image has a class for each pixel."""
+        return self.labels.dim() > 1
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
 
     def digest(self) -> str:
         """Return a short digest of pixels and labels, to recognize the same images."""
-        return _digest(self.labels, self.images.contiguous().numpy().data)
+        return digest_of(self.labels.contiguous().numpy().data, self.images.contiguous().numpy().data)
 
     def subset(self, indices: Tensor) -> "ImageArray":
         return ImageArray(self.images[indices], self.labels[indices])
@@ -53,21 +62,64 @@ class ImageFiles:
 
     paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
     labels: Tensor
+    has_masks: ClassVar[bool] = False
 
-    def picture(self, index: int) -> Image.Image:
-        """Decode one image into 8-bit RGB, as torchvision's ImageFolder does."""
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def sample(self, index: int) -> tuple[Image.Image, Tensor]:
+        """Decode one image into 8-bit RGB, as torchvision's ImageFolder does; return its label too."""
         with problems_of("data.root"):
-            return read_picture(os.fsdecode(self.paths[index]))
+            return read_picture(os.fsdecode(self.paths[index])), self.labels[index]
 
     def digest(self) -> str:
         """Return a short digest of file names without folders, and of labels."""
-        return _digest(self.labels, b"/".join(map(os.path.basename, self.paths.tolist())))
+        return digest_of(self.labels.contiguous().numpy().data, b"/".join(map(os.path.basename, self.paths.tolist())))
 
     def subset(self, indices: Tensor) -> "ImageFiles":
         return ImageFiles(self.paths[indices.numpy()], self.labels[indices])
 
 
-Images: TypeAlias = ImageArray | ImageFiles
+@dataclass(frozen=True)
+class MaskFiles:
+    """Images and masks on disk, decoded one by one; a mask is an image of class numbers."""
+
+    paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
+    masks: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
+    classes: int
+    has_masks: ClassVar[bool] = True
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def sample(self, index: int) -> tuple[Image.Image, Tensor]:
+        """Decode one image into 8-bit RGB, and its mask: uint8 (H, W), of the image's size."""
+        path = os.fsdecode(self.masks[index])
+        with problems_of("data.root"):
+            picture = read_picture(os.fsdecode(self.paths[index]))
+            try:
+                with Image.open(path) as opened:
+                    mask = torch.from_numpy(np.array(opened))
+            except Exception as error:  # for damaged files, Pillow raises different errors from format to format
+                raise UserError(f"'{path}' is not a readable mask ({first_line(error)}); repair it") from error
+            if mask.dim() != 2 or mask.dtype != torch.uint8:
+                form = f"{mask.dtype} {tuple(mask.shape)}"
+                raise UserError(f"'{path}' has pixels {form}; a mask has one number of 8 bits a pixel, its class")
+            if picture.size != (mask.shape[1], mask.shape[0]):
+                raise UserError(f"'{path}' is of {mask.shape[1]} x {mask.shape[0]} pixels, its image of {picture.size}")
+            if (unknown := mask[(mask >= self.classes) & (mask != IGNORED)]).numel():
+                what = f"there are {self.classes}, from 0 on, and {IGNORED} for pixels that do not count"
+                raise UserError(f"'{path}' has the class {int(unknown[0])}; {what}")
+        return picture, mask
+
+    def digest(self) -> str:
+        return digest_of(*(b"/".join(map(os.path.basename, each.tolist())) for each in (self.paths, self.masks)))
+
+    def subset(self, indices: Tensor) -> "MaskFiles":
+        return MaskFiles(self.paths[indices.numpy()], self.masks[indices.numpy()], self.classes)
+
+
+Images: TypeAlias = ImageArray | ImageFiles | MaskFiles
 
 
 @dataclass(frozen=True)
@@ -104,8 +156,8 @@ class Dataset:
 
 
 def _check_split(where: str, split: Images, classes: int) -> None:
-    if not isinstance(split, ImageArray | ImageFiles):
-        raise TypeError(f"{where} must be an ImageArray or an ImageFiles, got {type(split).__name__}")
+    if not isinstance(split, Images):
+        raise TypeError(f"{where} must be an ImageArray, an ImageFiles or a MaskFiles, got {type(split).__name__}")
     content: object  # a user's code may give anything
     if isinstance(split, ImageArray):
         content, form = split.images, "images must be a uint8 tensor (N, 1 or 3, H, W)"
@@ -116,12 +168,21 @@ def _check_split(where: str, split: Images, classes: int) -> None:
         fits = isinstance(content, np.ndarray) and content.dtype.kind == "S"
     if not fits:
         raise ValueError(f"{where}: {form}, got {_described(content)}")
-    count, labels = len(content), split.labels
+    count = len(content)
     if count == 0:
         raise ValueError(f"{where} has no images")
-    if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != (count,):
-        raise ValueError(f"{where}: labels must be an int64 tensor ({count},), got {_described(labels)}")
-    lowest, highest = int(labels.min()), int(labels.max())
+    if isinstance(split, MaskFiles):  # each is looked at when it is read
+        return
+    labels, masks = split.labels, isinstance(split, ImageArray) and content.shape[:1] + content.shape[2:]
+    known = isinstance(labels, Tensor)
+    if known and masks and labels.dtype == torch.uint8 and labels.shape == masks:
+        labels = labels[labels != IGNORED].long()
+    elif not known or labels.dtype != torch.int64 or labels.shape != (count,):
+        raise ValueError(
+            f"{where}: labels must be an int64 tensor ({count},){' or uint8 masks of the images' * bool(masks)}, got"
+            f" {_described(labels)}"
+        )
+    lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)
     if lowest < 0 or highest >= classes:
         raise ValueError(f"{where}: labels go from {lowest} to {highest}, but classes has length {classes}")
 
@@ -131,9 +192,11 @@ def _described(value: object) -> str:
     return f"{type(value).__name__}{shape}"
 
 
-def _digest(labels: Tensor, content: "bytes | memoryview[int]") -> str:
-    digest = hashlib.sha256(labels.contiguous().numpy().data)
-    digest.update(content)
+def digest_of(*contents: "bytes | memoryview[int]") -> str:
+    """Return a short digest of bytes."""
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content)
     return digest.hexdigest()[:16]
 
 

@@ -20,6 +20,7 @@ from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
 from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
+from qat.training.data.masks import MaskedTransform, masked_transform
 from qat.training.data.transforms import BatchTransform, Preprocessing, Transform, resized_up_front, train_transform
 from qat.training.errors import UserError
 from qat.training.ranks import ranks_here
@@ -34,7 +35,7 @@ SampleKey: TypeAlias = tuple[int, int]
 class TransformedImages(Dataset[Sample]):
     """Images of a split, transformed one by one with torch's global generator."""
 
-    def __init__(self, images: Images, transform: Transform, random: bool) -> None:
+    def __init__(self, images: Images, transform: Transform | MaskedTransform, random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
 
     # torch's loader calls it with the keys of a whole batch.
@@ -47,7 +48,8 @@ class TransformedImages(Dataset[Sample]):
             for index, seed in keys:
                 if self.random:
                     torch.default_generator.manual_seed(seed)
-                samples.append((self.transform(self.images.picture(index)), self.images.labels[index]))
+                picture, truth = self.images.sample(index)
+                samples.append(self.transform(picture, truth) if truth.dim() else (self.transform(picture), truth))
             return samples
         finally:  # without loader processes, the model uses both too
             torch.set_num_threads(threads)
@@ -84,6 +86,8 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
 
 def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
     """Return the images of a split where they are, in batches if possible."""
+    if images.has_masks:
+        return TransformedImages(images, masked_transform(augment, plain), random=any(augment.model_dump().values()))
     if isinstance(images, ImageArray) and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
     return TransformedImages(images, train_transform(augment, plain), random=any(augment.model_dump().values()))
@@ -159,7 +163,7 @@ class Loader:
             batch_sampler=self._shares,
             num_workers=workers,
             collate_fn=partial(_collate, channels_last=channels_last),
-            pin_memory=pinned and view.images.labels.device.type == "cpu",
+            pin_memory=pinned and not (isinstance(view, BatchedImages) and view.images.labels.is_cuda),
             persistent_workers=persistent and workers > 0,
             generator=torch.Generator(),  # else each epoch would draw from the global generator
         )
@@ -209,12 +213,11 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     train = _limited(dataset.train, config.limit_train, "train")
     val = _limited(dataset.val, config.limit_val, "val")
     contents: dict[str, dict[str, int | str]] = {
-        split: {"images": len(images.labels), "digest": images.digest()}
-        for split, images in (("train", train), ("val", val))
+        split: {"images": len(images), "digest": images.digest()} for split, images in (("train", train), ("val", val))
     }
-    if isinstance(val, ImageArray):
+    if isinstance(val, ImageArray) and not val.has_masks:
         val = ImageArray(resized_up_front(val.images, preprocessing.resize_size), val.labels)
-    if isinstance(train, ImageArray) and not config.augment.random_resized_crop:
+    if isinstance(train, ImageArray) and not (train.has_masks or config.augment.random_resized_crop):
         train = ImageArray(resized_up_front(train.images, preprocessing.resize_size), train.labels)
     train_view = training_view(train, config, preprocessing, device)
     val_view, calibration_view = (plain_view(images, AugmentConfig(), preprocessing) for images in (val, train))
@@ -222,15 +225,15 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     usual = 0 if isinstance(train, ImageArray) else min(8, max(1, cores // ranks_here()))
     workers = usual if config.workers is None else config.workers
     make = partial(Loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
-    chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
+    chosen = torch.randperm(len(train), generator=seeded_generator(seed, "calibration")).tolist()
 
     def calibration(batches: int, alone: bool = False) -> Loader:
         order = EpochOrder(chosen[: batches * config.batch_size])
         return make(calibration_view, order, config.batch_size, persistent=False, alone=alone)
 
     return Data(
-        train=make(train_view, EpochOrder(len(train.labels), seed), config.batch_size, whole=True),
-        val=make(val_view, EpochOrder(range(len(val.labels))), config.eval_batch_size or 2 * config.batch_size),
+        train=make(train_view, EpochOrder(len(train), seed), config.batch_size, whole=True),
+        val=make(val_view, EpochOrder(range(len(val))), config.eval_batch_size or 2 * config.batch_size),
         calibration=calibration,
         classes=dataset.classes,
         image_shape=(3, config.image_size, config.image_size),
@@ -240,7 +243,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
 
 def _limited(images: Images, limit: int | None, split: str) -> Images:
-    count = len(images.labels)
+    count = len(images)
     if limit is not None and limit >= count:
         logger.warning("data.limit_%s: %d has no effect; there are %d images", split, limit, count)
     if limit is None or limit >= count:

@@ -27,14 +27,11 @@ from qat.training.loop.forward import EvaluationGraph, Forward, autocast, averag
 from qat.training.loop.metrics import Meter, Pace, Watch, arriving, log_epoch, log_window, looking
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import Batch, StageRun, rate_key, without_effect
-from qat.training.model import split_output
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.exit_status import SignalledError, signals_deferred
 from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT, State
 from qat.training.run.logging import progress_bar
-
-AUXILIARY_WEIGHT = 0.3  # weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
@@ -103,7 +100,7 @@ class Training:
         self.evaluation: Forward | None = None  # called by evaluations; None without CUDA graphs
         self.recorded_for: list[object] = []  # the `switches` with which these three were made
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.best_top1 = -1.0
+        self.best_score = -1.0
         self.done = 0  # steps of this epoch
         self.whole, self.window = Meter(), Meter()  # sums of this epoch, and since the last point of the curves
         self.saved, self.signals = time.monotonic(), list[int]()
@@ -122,7 +119,7 @@ class Training:
             self.ema.load_state_dict(state.ema)
         self.aids.load_state_dict(state.aids)
         self.watch.load_state_dict(state.watch)
-        self.best_top1, self.done = state.best_top1, state.step
+        self.best_score, self.done = state.best_score, state.step
         self.whole, self.window = (Meter(**sums) for sums in state.meters)
         if rank() < len(state.rng):  # the run may have had fewer ranks
             restore_rng(state.rng[rank()], self.run.device)
@@ -137,8 +134,8 @@ class Training:
             with looking(run.config, run.model, run.log, run.name, run.step(epoch + 1)):
                 evaluation = _validate(run, self.evaluation)
             _check_finite(run, "validation", [evaluation.loss], epoch)
-            if evaluation.top1 > self.best_top1:
-                self.best_top1 = evaluation.top1
+            if evaluation.score > self.best_score:
+                self.best_score = evaluation.score
                 if run.keep_best:
                     _save(run, BEST_CHECKPOINT, epoch + 1, evaluation)
             statistics = None if self.ema is None else copied_statistics(run.model)
@@ -157,7 +154,7 @@ class Training:
         self.aids.before_evaluation()  # with gradual quantization, checkpoints are of the whole model on its grids
         share_state(self.run.model)
         state = StageState(
-            epoch, self.done, [self.whole.sums(), self.window.sums()], self.best_top1, self.optimizer.state_dict(),
+            epoch, self.done, [self.whole.sums(), self.window.sums()], self.best_score, self.optimizer.state_dict(),
             self.schedule.state_dict(), self.scaler.state_dict(), None if self.ema is None else self.ema.state_dict(),
             of_all_ranks(capture_rng(self.run.device)), self.aids.state_dict(), self.watch.state_dict(),
         )  # fmt: skip
@@ -276,11 +273,9 @@ class Training:
 
     def backward(self, batch: Batch, share: float) -> tuple[list[Tensor], list[str]]:
         """Add a batch's share to the gradients; return as `step`, without a norm."""
-        labels = batch[1]
         total, loss, output, added = self.total_of(batch, self.forward)
         self.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
-        truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # the stronger one of mixed labels
-        correct = (output[LOGITS].detach().argmax(dim=1) == truth).sum()
+        correct = self.run.config.task.correct(output[LOGITS].detach(), batch[1])
         # The curve is of the task's loss, to compare rules by; but a penalty that is not finite must end the run.
         shown = torch.where(total.isfinite(), loss, total).detach()
         parts = [value.detach().to(loss.dtype) * share for value in added.values()]
@@ -296,24 +291,26 @@ class Training:
 
     def loss_of(self, batch: Batch, forward: Forward | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the task's loss, and the logits with features for a distillation."""
-        images, labels = batch
+        (images, labels), task = batch, self.run.config.task
         products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
         with autocast(self.run.device, self.run.config.amp), products:
             output = (self.run.model if forward is None else forward)(images)
         watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
-        logits, auxiliary = split_output(watched[LOGITS], len(labels))
+        logits, auxiliary = task.split_output(watched[LOGITS], len(labels))
         if labels.dim() == 2:  # mixed labels; the model may have more outputs than the data have classes
             labels = F.pad(labels, (0, logits.shape[1] - labels.shape[1]))
         smoothing = self.run.stage.label_smoothing
-        loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
+        loss = task.loss(logits.float(), labels, smoothing)
         for side in auxiliary:
-            loss = loss + AUXILIARY_WEIGHT * F.cross_entropy(side.float(), labels, label_smoothing=smoothing)
+            loss = loss + task.auxiliary_weight * task.loss(side.float(), labels, smoothing)
         return loss, {**watched, LOGITS: logits}
 
 
 def _validate(run: StageRun, forward: Forward | None = None) -> Evaluation:
     progress, layout = f"{run.name} validation", run.config.channels_last
-    return evaluate(run.model, run.val, run.device, channels_last=layout, progress=progress, forward=forward)
+    return evaluate(
+        run.model, run.val, run.device, channels_last=layout, progress=progress, forward=forward, task=run.config.task
+    )
 
 
 def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, first_step: int | None = None) -> None:
@@ -352,7 +349,10 @@ def _save(
         "state": state,
         "results": run.results,
         "config": run.config.model_dump(mode="json"),
-        "evaluation": {key: getattr(evaluation, key, None) for key in ("top1", "loss")},
+        "evaluation": {
+            run.config.task.metric: getattr(evaluation, "score", None),
+            "loss": getattr(evaluation, "loss", None),
+        },
         "statistics": statistics,
         "about": run.about,
     }

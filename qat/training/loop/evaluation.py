@@ -2,12 +2,10 @@
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
@@ -16,18 +14,19 @@ from qat.contexts import evaluating
 from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.stage import Batch, Batches, StageRun
-from qat.training.model import split_output
 from qat.training.run.logging import progress_bar
+from qat.training.task import CLASSIFICATION, Task
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Results on a split."""
 
-    top1: float  # percent
+    score: float  # percent, as the task counts it
     loss: float  # mean cross-entropy
     count: int  # images
-    most_common: float  # percent of the images that have the most common label
+    chance: float  # score of the most common label everywhere
+    by_class: tuple[float, ...] = ()  # intersection over union, of masks
 
 
 def evaluate(
@@ -38,14 +37,15 @@ def evaluate(
     channels_last: bool = True,
     progress: str | None = None,
     forward: Callable[[Tensor], object] | None = None,
+    task: Task = CLASSIFICATION,
 ) -> Evaluation:
     """Run a model over a split in eval mode; restore its mode and torch's random state.
 
     A `forward` is called in the model's place, a faster way through it. Each rank brings its share of the split, and
     all get the results of the whole.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    truths: list[Tensor] = []
+    total, images_seen = torch.zeros((), dtype=torch.float64, device=device), 0
+    counts: Tensor | None = None
     # Not inference_mode: a tensor that a module keeps from it could not be used in training afterwards.
     with (
         evaluating(model),
@@ -55,19 +55,18 @@ def evaluate(
     ):
         for batch in bar:
             images, labels = to_device(batch, device, channels_last=channels_last)
-            logits = split_output((forward or model)(images), len(labels))[0].float()
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            sums += torch.stack((loss.double(), (logits.argmax(dim=1) == labels).sum().double()))
-            truths.append(labels)
-    labels_of_all, results = Counter[int](), torch.zeros(2, dtype=torch.float64)
-    for its_sums, its_labels in of_all_ranks((sums.cpu(), Counter(torch.cat(truths).tolist() if truths else ()))):
-        results += its_sums
-        labels_of_all += its_labels
-    count = labels_of_all.total()
-    if not count:
+            logits = task.split_output((forward or model)(images), len(labels))[0].float()
+            total += task.total_loss(logits, labels).double()
+            found = task.counts(logits, labels)
+            counts = found if counts is None else counts + found
+            images_seen += len(labels)
+    ranks = of_all_ranks((float(total), images_seen, None if counts is None else counts.cpu()))
+    count, counted = sum(seen for _, seen, _ in ranks), [each for _, _, each in ranks if each is not None]
+    if not counted:
         raise UserError("data: the split to evaluate on has no images")
-    total_loss, correct = results.tolist()
-    return Evaluation(100 * correct / count, total_loss / count, count, 100 * max(labels_of_all.values()) / count)
+    of_all = torch.stack(counted).sum(0)
+    by_class = tuple(task.by_class(of_all).tolist()) if task.dims > 2 else ()
+    return Evaluation(task.score(of_all), sum(loss for loss, *_ in ranks) / count, count, task.chance(of_all), by_class)
 
 
 def to_device(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:
@@ -100,9 +99,9 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
         return ""
     if choice == "auto":
         layout, kept = run.config.channels_last, copied_statistics(run.model)
-        before = evaluate(run.model, run.sample, run.device, channels_last=layout).loss
+        before = evaluate(run.model, run.sample, run.device, channels_last=layout, task=run.config.task).loss
         _reestimate(run, epochs, len(run.sample))
-        trial = evaluate(run.model, run.sample, run.device, channels_last=layout).loss
+        trial = evaluate(run.model, run.sample, run.device, channels_last=layout, task=run.config.task).loss
         if math.isfinite(before) and not before - trial > max(MIN_GAIN * before, MIN_ABSOLUTE_GAIN):
             restore_statistics(run.model, kept)
             return ""
@@ -126,20 +125,22 @@ def _reestimate(run: StageRun, epochs: int, count: int) -> int:
 SIGMAS = 2.0  # standard deviations from which a difference counts, given the size of the validation split
 
 
-def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """Warn of a result at chance level, or worse than `start`, the top1 before."""
+def warnings_about(
+    name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None, task: Task
+) -> list[str]:
+    """Warn of a result at chance level, or worse than `start`, the score before."""
     advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
-    found = f"{name}: val top1 {evaluation.top1:.2f} %"
-    chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
-    if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
-        luck = f", with luck up to {chance:.2f} %" * (evaluation.top1 > evaluation.most_common)
+    found = f"{name}: val {task.title} {evaluation.score:.2f} %"
+    chance = evaluation.chance + _deviation(evaluation.chance, evaluation.count)
+    if evaluation.chance == 100 or evaluation.score <= chance < 100:  # else there are too few images to tell
+        luck = f", with luck up to {chance:.2f} %" * (evaluation.score > evaluation.chance)
         return [
             f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
-            f" {evaluation.most_common:.2f} %{luck}{advice}"
+            f" {evaluation.chance:.2f} %{luck}{advice}"
         ]
     if start is not None:
-        both = (start + evaluation.top1) / 2
-        if evaluation.top1 < start - math.sqrt(2) * _deviation(both, evaluation.count):
+        both = (start + evaluation.score) / 2
+        if evaluation.score < start - math.sqrt(2) * _deviation(both, evaluation.count):
             return [f"{found} is below the {start:.2f} % that it started from{advice}"]
     return []
 

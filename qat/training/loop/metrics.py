@@ -44,9 +44,9 @@ class Meter:
 
     @property
     def results(self) -> dict[str, float]:
-        """Mean loss, top1 in percent (in training mode), and speed with data loading."""
-        top1, speed = 100.0 * self.correct / self.images, self.images / self.seconds
-        return {"loss": self.loss / self.images, "top1": top1, "images_per_second": speed}
+        """Mean loss, right answers in percent (in training mode), and speed with data loading."""
+        right, speed = 100.0 * self.correct / self.images, self.images / self.seconds
+        return {"loss": self.loss / self.images, "right": right, "images_per_second": speed}
 
     def read(self, curves: Mapping[str, Tensor] | None = None) -> tuple[list[float], dict[str, float]]:
         """Wait for the device, and add up the rows (loss, correct, norm, added ...).
@@ -97,8 +97,10 @@ def arriving(batches: Iterable[Batch], window: Callable[[], Meter]) -> Iterator[
 
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float, more: Mapping[str, float]) -> None:
+    results = window.results
     curves = {
-        **window.results,
+        run.config.task.train_metric: results.pop("right"),
+        **results,
         "lr": lr,
         "data_wait": window.waited / window.seconds,
         "memory_mb": peak_memory(run.device) / 1e6,
@@ -122,10 +124,12 @@ def peak_memory(device: torch.device) -> int:
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, left: str, note: str = "") -> None:
     """Log the validation metrics, and print a line about the epoch."""
-    run.log.scalars(run.name, "val", {"loss": validation.loss, "top1": validation.top1}, run.step(epoch + 1))
+    task = run.config.task
+    run.log.scalars(run.name, "val", {"loss": validation.loss, task.metric: validation.score}, run.step(epoch + 1))
     parts = [
-        f"{run.name} {epoch + 1}/{run.stage.epochs}: val top1 {validation.top1:.2f} %, loss {validation.loss:.3f}",
-        "train {top1:.2f} %, {loss:.3f}; {images_per_second:.0f} images/s".format(**training.results),
+        f"{run.name} {epoch + 1}/{run.stage.epochs}: val {task.title} {validation.score:.2f} %,"
+        f" loss {validation.loss:.3f}",
+        "train {right:.2f} %, {loss:.3f}; {images_per_second:.0f} images/s".format(**training.results),
         *(left, note),
     ]
     counts = scales_at_minimum(run.model)

@@ -21,8 +21,8 @@ from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import to_device
-from qat.training.model import split_output
 from qat.training.run.folder import Json
+from qat.training.task import Task
 
 IMAGES = 16  # for the errors of layers and for histograms
 ANSWERS = 5000  # at most, validation images whose answers are compared with the float model's
@@ -32,7 +32,12 @@ COSTS = ("name", "weight_bits", "activation_bits")
 
 
 def analyse(
-    model: nn.Module, float_model: nn.Module, data: Data, device: torch.device, layers: Iterable[LayerDifference]
+    model: nn.Module,
+    float_model: nn.Module,
+    data: Data,
+    device: torch.device,
+    layers: Iterable[LayerDifference],
+    task: Task,
 ) -> Json:
     """Return the content of analysis.json; models keep their modes and statistics."""
     images = to_device(next(iter(data.calibration(1))), device, channels_last=False)[0][:IMAGES]
@@ -46,7 +51,7 @@ def analyse(
         "bits": {name: each.spec.bits for name, each in model.named_modules() if isinstance(each, Quantizer)},
         "batch_norm": batch_norm_lag(model, data, device),
         "histograms": histograms(model, float_model, images, [each.name for each in worst]),
-        "answers": compare_answers(model, float_model, data, device),
+        "answers": compare_answers(model, float_model, data, device, task),
         "integers": {"onnxruntime": [vars(each) for each in layers]},
     }
 
@@ -128,16 +133,19 @@ def histogram(steps: Tensor, quantizer: Quantizer, like: Json | None = None) -> 
 
 
 @torch.no_grad()
-def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> Json:
+def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device, task: Task) -> Json:
     """Count changed answers: rows of truth, answer before, answer now, images."""
     changes: Counter[tuple[int, int, int]] = Counter()
     count = 0
     with evaluating(model), evaluating(float_model):
         for batch in data.val:
             images, labels = to_device(batch, device, channels_last=False)
-            pair = [split_output(each(images), len(labels))[0].argmax(1) for each in (float_model, model)]
-            rows = torch.stack((labels, *pair), 1).tolist()
-            changes.update((truth, before, after) for truth, before, after in rows if before != after)
+            pair = [task.split_output(each(images), len(labels))[0].argmax(1) for each in (float_model, model)]
+            rows = torch.stack((labels, *pair)).flatten(1)
+            rows, numbers = rows[:, (rows[1] != rows[2]) & (rows[0] < len(data.classes))].unique(
+                dim=1, return_counts=True
+            )
+            changes.update(dict(zip(map(tuple, rows.T.tolist()), numbers.tolist(), strict=True)))
             count += len(labels)
             if count >= ANSWERS:
                 break

@@ -17,6 +17,7 @@ from qat.contexts import warnings_ignored
 from qat.training.report.findings import AT_FLOOR, LAG, Points, ReportedRun
 from qat.training.run.folder import EVALUATION, SENSITIVITY
 from qat.training.run.report import ROWS, deviation_of, results_by_row
+from qat.training.task import metric_of, score_of, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,17 +127,18 @@ def results(run: ReportedRun) -> "Figure | None":
     if not stages:
         return None
     figure, axes = panels(1, 3, height=2.9)
-    titles = {"loss": "loss", "top1": "top-1 %", "lr": "learning rate"}
+    metric, title = metric_of(run.summary.get("qat", {})) or "top1", f"{title_of(run.summary.get('qat', {}))} %"
+    titles = {"loss": "loss", metric: title, "lr": "learning rate"}
     for axis, (tag, title) in zip(axes[0], titles.items(), strict=True):
         for stage, colour in zip(stages, COLOURS, strict=False):
             for split, style in (("train", {"alpha": 0.45, "lw": 0.9}), ("val", {"marker": "o", "ms": 2.5})):
                 if points := run.curves.get((f"{stage}/{split}", tag)):
                     axis.plot(*zip(*points, strict=True), color=colour, label=f"{stage} {split}", **style)
         axis.set(title=title, xlabel="step")
-    exported = run.summary.get("onnx", {}).get("top1")
+    exported = score_of(run.summary.get("onnx", {}))
     if exported is not None:
         axes[0][1].axhline(exported, color=QUIET, ls="--", label="integers")
-    ends = [points[-1][1] for (_, tag), points in run.curves.items() if tag == "top1"] + [exported or 100]
+    ends = [points[-1][1] for (_, tag), points in run.curves.items() if tag == metric] + [exported or 100]
     axes[0][1].set_ylim(max(0, min(ends) - 5), 101)  # without the beginning of float
     axes[0][0].set_yscale("log")
     axes[0][2].set(yscale="log", ylim=(max(axes[0][2].get_ylim()[1], 1e-12) * 1e-4, None))
@@ -150,20 +152,20 @@ def accuracy(run: ReportedRun) -> "Figure | None":
     Healthy: QAT and every engine lie within the error bars of float (two deviations); calibration alone may lie below,
     and with few bits far below.
     """
-    found = {ROWS[key]: result["top1"] for key, result in results_by_row(run.summary).items()}
-    evaluated = {row["runtime"]: row["top1"] for row in run.read(EVALUATION).get("rows", [])}
-    found |= {name: top1 for name, top1 in evaluated.items() if name not in ("torch", "float", "onnxruntime")}
-    values = {name: top1 for name, top1 in found.items() if top1 is not None}
+    found = {ROWS[key]: score_of(result) for key, result in results_by_row(run.summary).items()}
+    evaluated = {row["runtime"]: score_of(row) for row in run.read(EVALUATION).get("rows", [])}
+    found |= {name: score for name, score in evaluated.items() if name not in ("torch", "float", "onnxruntime")}
+    values = {name: score for name, score in found.items() if score is not None}
     images = run.summary.get("val_images", 0)
     if not values or not images:
         return None
     figure, axis = panel(0.6 + 0.28 * len(values))
-    errors = [deviation_of(top1, images) for top1 in values.values()]
+    errors = [deviation_of(score, images) for score in values.values()]
     bars = axis.barh(list(values), list(values.values()), xerr=errors, color=COLOURS[0], alpha=0.75, ecolor=QUIET)
     axis.set_xlim(max(0, min(values.values()) - max(4, 3 * max(errors))), 100.5)
     axis.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
     axis.invert_yaxis()
-    axis.set(xlabel=f"top-1 % of {images:,} images, with two standard deviations")
+    axis.set(xlabel=f"{title_of(run.summary['qat'])} % of {images:,} images, with two standard deviations")
     return figure
 
 

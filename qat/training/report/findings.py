@@ -15,6 +15,7 @@ from qat.training.config.file import flat, parse_yaml
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SENSITIVITY, SUMMARY, Json
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 from qat.training.run.report import deviation_of
+from qat.training.task import score_of
 
 Points: TypeAlias = list[tuple[int, float]]  # (step, value), in the order of the steps
 Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and tag ("scale/conv1.weight_quantizer")
@@ -110,7 +111,7 @@ def findings(run: ReportedRun) -> list[str]:
 
 def _summary(run: ReportedRun) -> Iterator[str]:
     yield from (f"{warning}." for warning in run.summary.get("warnings", []))
-    parts = [run.summary.get(key, {}).get("top1") for key in ("float", "qat")]
+    parts = [score_of(run.summary.get(key, {})) for key in ("float", "qat")]
     images = run.summary.get("val_images")
     if images and None not in parts:
         before, after = parts

@@ -16,6 +16,7 @@ from qat.training.report.findings import ReportedRun, findings
 from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, Json, replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
+from qat.training.task import metric_of, score_of
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
 MOST_CHANGES = 12  # rows of the table of changed answers
@@ -113,8 +114,9 @@ def finish(log: RunLog, config: RunConfig, summary: Json, step: int) -> None:
     layers = (log.folder / LAYERS).read_text(encoding="utf-8")
     for tag, text in (("config", dump_config(config)), ("layers", layers)):
         writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
-    top1s = {f"{key}_top1": summary.get(key, {}).get("top1") for key in ("float", "calibrated", "qat", "onnx")}
-    found = {**top1s, "agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
+    metric = metric_of(summary.get("qat", {}))
+    scores = {f"{key}_{metric}": score_of(summary.get(key, {})) for key in ("float", "calibrated", "qat", "onnx")}
+    found = {**scores, "agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
     metrics = {f"final/{key}": float(value) for key, value in found.items() if value is not None}
     given = flat(config.model_dump(mode="json", exclude_defaults=True))
     row = {key: value for key, value in given.items() if isinstance(value, bool | int | float | str)}

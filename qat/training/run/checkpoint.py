@@ -27,6 +27,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
 from qat.training.run.folder import Json, State, replacing
+from qat.training.task import score_of
 
 FORMAT = 1  # version of the payload; `load_checkpoint` refuses others
 PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")  # the packages whose versions are kept
@@ -40,7 +41,7 @@ class StageState:
     epoch: int  # whole epochs
     step: int  # steps of the next one
     meters: list[State]  # sums of that epoch, and of the steps since the last point
-    best_top1: float
+    best_score: float
     optimizer: State
     schedule: State
     scaler: State
@@ -226,6 +227,7 @@ def preprocessing_of(about: Json) -> Preprocessing:
 
 def export_metadata(about: Json, results: Json, model: nn.Module) -> Json:
     """Return metadata for `qat.export_onnx`: about, accuracies, epoch and digest."""
-    stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
+    found = {name: score_of(result) for name, result in results.items() if isinstance(result, dict)}
+    stages = {name: score for name, score in found.items() if score is not None}
     known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}
     return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model.state_dict())}

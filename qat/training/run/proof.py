@@ -9,8 +9,10 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, fx
 
 import qat
@@ -25,16 +27,18 @@ from qat.export import (
     optimized_operators,
 )
 from qat.export.agreement import MIN_AGREEMENT
-from qat.export.onnxruntime.session import default_is_exact, needs_option
+from qat.export.onnxruntime.session import default_is_exact, needs_option, open_session, run_session
 from qat.export.ties import allowed_of
 from qat.quantizer.training import scales_at_minimum
 from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Batch
 from qat.training.errors import UserError
+from qat.training.loop.evaluation import evaluate
 from qat.training.run.exit_status import is_memory_shortage
 from qat.training.run.folder import Json, replacing
 from qat.training.run.logging import RunLog
+from qat.training.task import CLASSIFICATION, Task, score_of, title_of
 
 logger = logging.getLogger("qat")
 
@@ -130,7 +134,7 @@ class Proof:
         return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
 
 
-def prove(path: Path, model: fx.GraphModule, batches: Iterable[Batch]) -> Proof:
+def prove(path: Path, model: fx.GraphModule, batches: Iterable[Batch], task: Task = CLASSIFICATION) -> Proof:
     """Compare predictions on all batches, and integers on the first one.
 
     If too few predictions or values are right, `qat.export.explain_differences` looks for the reason.
@@ -154,6 +158,12 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Batch]) -> Proof:
             qat.verify_onnx(path, model, batches, default_session=True),
             compare_layers(path, model, images, default_session=True),
         )
+    if task is not CLASSIFICATION:
+        sessions = {True: results, False: results.get("default_session")}
+        for exact, answered in ((exact, each) for exact, each in sessions.items() if each):
+            run = partial(run_session, open_session(path, exact=exact))
+            answered[task.metric] = evaluate(model, batches, torch.device("cpu"), forward=run, task=task).score
+            del answered["top1"]
     resting = frozenset(name for name, (count, learned) in scales_at_minimum(model).items() if count == learned)
     return Proof(results, layers, saturation, differences, resting)
 
@@ -191,9 +201,10 @@ def _integers_results(layers: list[LayerDifference]) -> Json:
 
 
 def _answers(found: Json) -> str:
-    top1 = "" if found["top1"] is None else f"val top1 {found['top1']:.2f} %, "
+    score = score_of(found)
+    said = "" if score is None else f"val {title_of(found)} {score:.2f} %, "
     integers = "{differing:,} of {elements:,} integers differ over {compared} layers".format(**found["layers"])
-    return f"{top1}{100 * found['agreement']:.2f} % equal predictions; {integers}"
+    return f"{said}{100 * found['agreement']:.2f} % equal predictions; {integers}"
 
 
 def export_and_prove(
@@ -213,13 +224,13 @@ def export_and_prove(
     wanted = config.export.exact_sums
     with replacing(path) as temporary:
         _write(model, temporary, example, metadata, wanted == "always", config)
-    proof = prove(path, model, batches)
+    proof = prove(path, model, batches, config.task)
     if wanted != "auto" or proof.results["agreement"] == 1 or "QLinearAdd" not in proof.results["operators"]:
         return proof
     with tempfile.TemporaryDirectory(prefix="qat_exact_sums_") as folder:
         second = Path(folder) / path.name
         _write(model, second, example, metadata, True, config)
-        exact = prove(second, model, batches)
+        exact = prove(second, model, batches, config.task)
         shares = tuple(f"{100 * each.results['agreement']:.2f} %" for each in (proof, exact))
         if exact.results["agreement"] <= proof.results["agreement"]:
             log.say(f"export: sums stay integer ones: {shares[0]} equal predictions, {shares[1]} with exact sums")

@@ -13,6 +13,7 @@ from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.run.folder import Json, write_text
+from qat.training.task import score_of, title_of
 
 ROWS = {  # keys of the results (nested keys after a dot), and their names in the table, in its order
     "float": "float",
@@ -56,7 +57,7 @@ def report_lines(summary: Json) -> list[str]:
     """Return the lines that a run prints of its summary: table, noise, versions."""
     lines = [*table(table_rows(summary), numbers=True), ""]
     if "val_images" in summary:  # old summaries in benchmarks/results have none
-        lines.append(noise_of(summary["qat"]["top1"], summary["val_images"]))
+        lines += noise_of(summary["qat"], summary["val_images"])
     threads = summary["machine"]["threads"]
     time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
     if "onnx" in summary:
@@ -66,9 +67,11 @@ def report_lines(summary: Json) -> list[str]:
     return [*lines, time, ", ".join(versions)]
 
 
-def noise_of(top1: float, images: int) -> str:
-    noise = f"+-{deviation_of(top1, images):.1f} points (two standard deviations)"
-    return f"top1 is of {images:,} images: {noise} on others"
+def noise_of(result: Json, images: int) -> list[str]:
+    if "top1" not in result:  # the mean of classes' shares has no such formula
+        return []
+    noise = f"+-{deviation_of(result['top1'], images):.1f} points (two standard deviations)"
+    return [f"top1 is of {images:,} images: {noise} on others"]
 
 
 def deviation_of(top1: float, images: int) -> float:
@@ -83,17 +86,17 @@ def deviation_of(top1: float, images: int) -> float:
 
 
 def table_rows(results: Json) -> list[list[str]]:
-    rows = [["model", "top1 %", "size", "agreement"]]
+    rows = [["model", f"{title_of(results.get('qat', {}))} %", "size", "agreement"]]
     for key, result in results_by_row(results).items():
         size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
         agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
-        top1 = "" if result["top1"] is None else f"{result['top1']:.2f}"
+        score = score_of(result)
         words, epochs, qat = ROWS[key], result.get("epochs"), results.get("qat", {})
         if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
             words = f"float, fine-tuned {epochs} epochs"
         if key == "qat" and qat.get("epoch"):  # 0 without training
             words = f"{words}, {qat['weights']} epoch ({qat['epoch']} of {epochs})"
-        rows.append([words, top1, size, agreement])
+        rows.append([words, "" if score is None else f"{score:.2f}", size, agreement])
     return rows
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,7 @@ from qat.training.run.folder import (
 from qat.training.run.logging import RunLog, add_layout
 from qat.training.run.proof import export_and_prove
 from qat.training.run.report import describe_choice
+from qat.training.task import score_of
 
 HOW_IT_TRAINS = (  # explains the table of `qat.explain` to a reader of layers.txt
     "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"
@@ -113,10 +115,13 @@ class Stages:
         self._write_layers(model)
         self.log.begin(self.first_on_grids, self.steps)
         with looking(self.config, model, self.log, self.first_on_grids, self.steps) as statistics:
-            found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
-        self.results["calibrated"] = {"top1": found.top1}
-        self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
-        self.log.scalars(self.first_on_grids, "val", {"loss": found.loss, "top1": found.top1}, self.steps)
+            found = evaluate(
+                model, self.data.val, self.device, channels_last=self.config.channels_last, task=self.config.task
+            )
+        task = self.config.task
+        self.results["calibrated"] = {task.metric: found.score}
+        self.log.say(f"calibrated: val {task.title} {found.score:.2f} %")
+        self.log.scalars(self.first_on_grids, "val", {"loss": found.loss, task.metric: found.score}, self.steps)
         if statistics:
             add_layout(self.log, model, statistics)
 
@@ -174,7 +179,7 @@ class Stages:
 
     def analyse(self, float_model: nn.Module, model: nn.Module) -> None:
         if self.config.watch == "all":
-            found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared)
+            found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared, self.config.task)
             write_text(self.folder.path / ANALYSIS, json.dumps(found) + "\n")
 
     def warn(self, sentences: list[str]) -> None:
@@ -220,10 +225,12 @@ class Stages:
         if name == "qat":
             epoch, evaluation = choose_weights(run, evaluation)
             choice = {"weights": self.config.export.weights, "epoch": epoch}
-        start = self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}).get("top1")
-        self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
+        start = score_of(self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}))
+        task, by_class = self.config.task, [None if math.isnan(each) else each for each in evaluation.by_class]
+        choice |= {"by_class": dict(zip(self.data.classes, by_class, strict=False))} if by_class else {}
+        self.results[name] = {task.metric: evaluation.score, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
-        self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
+        self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start, task))
 
     def _steps(self) -> list[Step]:
         return [step.build() for step in self.config.quantization.calibration_steps]
@@ -249,7 +256,9 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
     if payload["epochs"] == epochs:
         return epochs, last
     checkpoint.load_evaluated(path, payload, run.model)
-    return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
+    return payload["epochs"], evaluate(
+        run.model, run.val, run.device, channels_last=run.config.channels_last, task=run.config.task
+    )
 
 
 TIMED = 3  # timed steps of a stage, after one that warms up

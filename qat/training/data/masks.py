@@ -1,0 +1,80 @@
+"""Folders of images and masks, and transforms that move an image and its mask together."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat.training.config.schema import AugmentConfig
+from qat.training.data.images import MaskFiles
+from qat.training.data.transforms import Picture, Preprocessing, ToInput
+from qat.training.errors import UserError, looked_in
+from qat.training.task import IGNORED
+
+MaskedTransform = Callable[[Picture, Tensor], tuple[Tensor, Tensor]]
+WITHOUT_MASKS = ("trivial_augment", "random_erasing", "cutout")
+"""Augmentations that would leave the mask where it was, or label what is erased."""
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+
+
+def read_mask_folder(root: Path) -> tuple[dict[str, MaskFiles], list[str]]:
+    """List the images and masks of both splits, and read the names of the classes."""
+    named = root / "classes.txt"
+    try:
+        classes = [line.strip() for line in named.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(
+            f"data.root: '{named}' cannot be read ({error.strerror}){looked_in(root)}; expected the name of each class"
+            f" on a line, and {root}/train/images, {root}/train/masks, {root}/val/images, {root}/val/masks"
+        ) from error
+    if len(classes) < 2:
+        raise UserError(f"data.root: '{named}' names {len(classes)} classes; it needs 2 or more, a line each")
+    return {split: _masked(root / split, len(classes)) for split in ("train", "val")}, classes
+
+
+def _masked(folder: Path, classes: int) -> MaskFiles:
+    try:
+        images, masks = (
+            {path.stem: path for path in sorted((folder / name).iterdir()) if path.suffix.lower() in SUFFIXES}
+            for name in ("images", "masks")
+        )
+    except OSError as error:
+        raise UserError(f"data.root: '{error.filename}' cannot be read ({error.strerror})") from error
+    if lonely := sorted({*images} ^ {*masks}):
+        kind = "mask" if lonely[0] in images else "image"
+        raise UserError(f"data.root: '{folder}': {len(lonely)} files have no partner; {lonely[0]} has no {kind}")
+    if not images:
+        raise UserError(f"data.root: '{folder / 'images'}' holds no images ({' '.join(SUFFIXES)})")
+    pairs = ([os.fsencode(each[name]) for name in images] for each in (images, masks))
+    return MaskFiles(*(np.array(each) for each in pairs), classes)
+
+
+def masked_transform(augment: AugmentConfig, plain: Preprocessing) -> MaskedTransform:
+    """Return the pipeline of an image and its mask: crop, augmentation, normalization of the image."""
+    from torchvision import tv_tensors
+    from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
+
+    if wrong := [name for name in WITHOUT_MASKS if getattr(augment, name)]:
+        raise UserError(f"data.augment.{wrong[0]}: has no meaning for masks; leave it out")
+    size, padding = plain.image_size, augment.crop_padding
+    fill = {tv_tensors.Mask: IGNORED, "others": 0}
+    steps: list[torch.nn.Module] = [
+        v2.RandomResizedCrop(size) if augment.random_resized_crop else v2.Resize(plain.resize_size),
+        v2.RandomCrop(size, padding=padding, fill=fill) if padding else v2.CenterCrop(size),
+    ]
+    if augment.horizontal_flip:
+        steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
+    if augment.affine:
+        moves = {"translate": (0.1, 0.1), "scale": (0.9, 1.1), "interpolation": InterpolationMode.BILINEAR}
+        steps.append(v2.RandomAffine(10, **moves, fill=fill))
+    geometry, normalise = v2.Compose(steps), ToInput(plain.mean, plain.std)
+
+    def transform(picture: Picture, mask: Tensor) -> tuple[Tensor, Tensor]:
+        moved, labels = geometry(picture, tv_tensors.Mask(mask))
+        return normalise(moved), labels.as_subclass(Tensor).long()
+
+    return transform
