@@ -50,6 +50,8 @@ def run(given: argparse.Namespace) -> int:
         raise UserError("bits: no budget; give --size 4, --bops 4 or --drop 0.5")
     opened = open_run(given.run_path, given.model)
     folder = opened.folder
+    if opened.config.task.dims > 2:
+        raise UserError(f"bits: is for classifiers; RUN: '{opened.path}' is for {opened.config.task.name}")
     config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
     tensors = ("weight",) if given.bops is None and given.drop is None else ("weight", "activation")
     search = Search(opened, opened.data(given.overrides), config.quantization, sorted(given.choices), tensors)

@@ -1,9 +1,11 @@
-"""Classify pictures: the classes with the highest scores, integer model and float."""
+"""Classify pictures, or their pixels: the classes with the highest scores, integer model and float."""
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from qat.cli.runs import add_run, count, open_run
@@ -23,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runtime", choices=("torch", *RUNTIMES), help="default: onnxruntime, or litert, if there is a file"
     )
     parser.add_argument("--compare", action="store_true", help="show the float model's scores beside them")
+    drawn = "for segmentation: where pictures with their classes drawn go; default: predictions"
+    parser.add_argument("--to", default="predictions", metavar="FOLDER", help=drawn)
     parser.add_argument("--json", action="store_true", help="write JSON: file, runtime and scores by class")
 
 
@@ -36,6 +40,12 @@ def run(given: argparse.Namespace) -> int:
         with problems_of("IMAGE"):
             picture = opened.transform(read_picture(file))
         shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
+        if shares[chosen].dim() == 3:
+            drawn = _draw(
+                opened.as_pixels(picture)[0], shares[chosen].argmax(0), Path(given.to) / f"{Path(file).stem}.png"
+            )
+            file = f"{file} -> {drawn}"
+            shares = {name: _share_of_pixels(each) for name, each in shares.items()}
         scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
         best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
         found.append({"file": file, "class": best, "scores": scores})
@@ -44,6 +54,20 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(found, indent=1))
     return 0
+
+
+def _share_of_pixels(scores: Tensor) -> Tensor:
+    return torch.bincount(scores.argmax(0).flatten(), minlength=len(scores)) / scores[0].numel()
+
+
+def _draw(pixels: Tensor, classes: Tensor, path: Path) -> Path:
+    from torchvision.utils import draw_segmentation_masks  # late, since it takes seconds
+
+    masks = torch.stack([classes == number for number in range(1, int(classes.max()) + 1)] or [classes < 0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = draw_segmentation_masks(pixels.permute(2, 0, 1).contiguous(), masks, alpha=0.6)
+    Image.fromarray(drawn.permute(1, 2, 0).numpy()).save(path)
+    return path
 
 
 def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:

@@ -21,7 +21,7 @@ from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.text import table
 from qat.training.data.loaders import Batch
-from qat.training.errors import value_errors_reported
+from qat.training.errors import UserError, value_errors_reported
 from qat.training.report.findings import ReportedRun, change_of, stands_out
 from qat.training.report.page import write_report
 from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
+    if opened.config.task.dims > 2:
+        raise UserError(f"sensitivity: is for classifiers; RUN: '{opened.path}' is for {opened.config.task.name}")
     there = (read_summary(opened.folder) or {}).get("val_images", math.inf)
     limit = [f"data.limit_val={given.images}"] if given.images < there else []
     data = opened.data([*limit, *given.overrides])

@@ -342,7 +342,9 @@ def rehearse(prepared: nn.Module, exports: bool) -> None:
             raise UserError(f"quantization: {sentence}; or set export.onnx=false") from error
 
 
-def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
+def check_forward(
+    model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int, has_masks: bool = False
+) -> None:
     """Run two black images through the float model, so that errors show early."""
     device, task = model_device(model), config.task
     try:
@@ -353,6 +355,16 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
             f"model: {config.model.name} does not run on 2 images of {image_shape} ({reason(error)});"
             " another data.image_size?"
         ) from error
+    if has_masks != (task.dims > 2):
+        what = "a class for each pixel" if has_masks else "a class for each image"
+        raise UserError(
+            f"data.name: {config.data.name} has {what}, and {config.model.name} is for {task.name}; choose another data"
+            " set or model (model.task says what one of your own learns)"
+        )
+    for key, stage in (("float", config.float), ("qat", config.qat)):
+        given = [name for name in ("mixup_alpha", "cutmix_alpha", "distillation") if getattr(stage, name, None)]
+        if task.dims > 2 and given:
+            raise UserError(f"{key}.{given[0]}: is for classification; leave it out for {task.name}")
     if config.export.onnx and task is CLASSIFICATION and not isinstance(output, torch.Tensor):
         raise UserError(
             f"model: {config.model.name} returns {type(output).__name__}, and ONNX export needs a tensor of logits;"

@@ -109,7 +109,7 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
 def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
     """Prepare the model for each stage; show what is wrong before hours of training."""
     shape, classes = data.image_shape, len(data.classes)
-    check_forward(model, config, shape, classes)
+    check_forward(model, config, shape, classes, data.has_masks)
     prepared = {"qat": prepare_model(model, config, shape)}
     rehearse(prepared["qat"], config.export.onnx)
     check_distillation(config, model, prepared["qat"], shape, classes, with_weights=anew)

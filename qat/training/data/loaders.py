@@ -192,6 +192,7 @@ class Data:
     # as for validation; `alone`: all for rank 0. A longer calibration begins with the batches of a shorter one.
     calibration: Callable[..., Loader]
     classes: list[str]  # the name of each label
+    has_masks: bool  # each image has a label for each pixel
     image_shape: tuple[int, int, int]  # 3, height, width
     preprocessing: Preprocessing  # what validation does to an image
     contents: dict[str, dict[str, int | str]]  # for `train` and `val` the number of images, and their `digest`
@@ -236,6 +237,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         val=make(val_view, EpochOrder(range(len(val))), config.eval_batch_size or 2 * config.batch_size),
         calibration=calibration,
         classes=dataset.classes,
+        has_masks=train.has_masks,
         image_shape=(3, config.image_size, config.image_size),
         preprocessing=preprocessing,
         contents=contents,

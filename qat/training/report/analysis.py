@@ -136,18 +136,17 @@ def histogram(steps: Tensor, quantizer: Quantizer, like: Json | None = None) -> 
 def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device, task: Task) -> Json:
     """Count changed answers: rows of truth, answer before, answer now, images."""
     changes: Counter[tuple[int, int, int]] = Counter()
-    count = 0
+    images_seen = count = 0
     with evaluating(model), evaluating(float_model):
         for batch in data.val:
             images, labels = to_device(batch, device, channels_last=False)
             pair = [task.split_output(each(images), len(labels))[0].argmax(1) for each in (float_model, model)]
             rows = torch.stack((labels, *pair)).flatten(1)
-            rows, numbers = rows[:, (rows[1] != rows[2]) & (rows[0] < len(data.classes))].unique(
-                dim=1, return_counts=True
-            )
+            changed = (rows[1] != rows[2]) & (rows[0] < len(data.classes))
+            rows, numbers = rows[:, changed].unique(dim=1, return_counts=True)
             changes.update(dict(zip(map(tuple, rows.T.tolist()), numbers.tolist(), strict=True)))
-            count += len(labels)
-            if count >= ANSWERS:
+            count, images_seen = count + labels.numel(), images_seen + len(labels)
+            if images_seen >= ANSWERS:
                 break
     table = [[*classes, number] for classes, number in changes.most_common()]
-    return {"images": count, "classes": data.classes, "changes": table}
+    return {"images": images_seen, "answers": count, "classes": data.classes, "changes": table}

@@ -89,8 +89,8 @@ def _answers(run: ReportedRun) -> str:
     names, changes = answers["classes"], answers["changes"]
     total = sum(number for *_, number in changes)
     rows = [[*(names[each] for each in classes), str(number)] for *classes, number in changes[:MOST_CHANGES]]
-    lines = table([["truth", "float says", "integers say", "images"], *rows]) if rows else []
-    said = f"{total:,} of {answers['images']:,} answers are not the float model's"
+    lines = table([["truth", "float says", "integers say", "answers"], *rows]) if rows else []
+    said = f"{total:,} of {answers['answers']:,} answers, of {answers['images']:,} images, are not the float model's"
     return f"<h2>Answers</h2><pre>{escape(chr(10).join([said, '', *lines]))}</pre>"
 
 
