@@ -101,7 +101,8 @@ class Task:
     def by_class(self, counts: Tensor) -> Tensor:
         """Return the intersection over union of each class; NaN for one that is nowhere."""
         right, answers, truths = counts.double()
-        return right / (answers + truths - right)
+        shares: Tensor = right / (answers + truths - right)
+        return shares
 
     def chance(self, counts: Tensor) -> float:
         """Return the score of the same answer, the most common label, everywhere."""

@@ -91,7 +91,8 @@ def test_the_verbs_know_masks(finished: Path, tmp_path: Path, capsys: pytest.Cap
     picture = tmp_path / "photo.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)).save(picture)
     assert verb(["predict", str(finished), str(picture), "--to", str(tmp_path / "drawn")]) == 0
-    assert Image.open(tmp_path / "drawn" / "photo.png").size == (48, 48)
+    with Image.open(tmp_path / "drawn" / "photo.png") as drawn:
+        assert drawn.size == (48, 48)
     assert verb(["evaluate", str(finished), "data.limit_val=4"]) == 0 and "mIoU %" in capsys.readouterr().out
     assert verb(["sensitivity", str(finished)]) != 0 and "is for classifiers" in capsys.readouterr().err
 
@@ -138,7 +139,7 @@ def test_a_broken_folder_of_masks_is_one_sentence(folder: Path, broken: object, 
         (["data.name=digits"], "has a class for each image, and lraspp_mobilenet_v3_large is for segmentation"),
         (["float.mixup_alpha=0.2"], "float.mixup_alpha: is for classification"),
         (["data.augment.cutout=8"], "data.augment.cutout: has no meaning for masks"),
-        (["model.name=lraspp"], "did you mean"),
+        (["model.name=lraspp_mobilenet_v3"], "did you mean"),
     ],
 )
 def test_what_does_not_fit_is_said_before_training(changes: list[str], said: str, tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def _canvases(config: DataConfig, seed: int) -> Dataset:
     images, labels = read_digits()
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True  # those of `digits`
-    splits = []
+    splits = {}
     for name, chosen, count in (("train", ~in_val, 960), ("val", in_val, 240)):
         written = torch.from_numpy(images[chosen]), torch.from_numpy(labels[chosen])
         scenes = draw_scenes(*written, count, config.image_size, seeded_generator(0, f"canvases_{name}"))
-        splits.append(ImageArray(scenes.images, scenes.masks))
-    return Dataset(*splits, ["background", *(str(digit) for digit in range(10))])
+        splits[name] = ImageArray(scenes.images, scenes.masks)
+    return Dataset(splits["train"], splits["val"], ["background", *(str(digit) for digit in range(10))])
 
 
 def _masks(config: DataConfig, seed: int) -> Dataset:
@@ -97,11 +97,12 @@ def _voc(config: DataConfig, seed: int) -> Dataset:
     except (OSError, RuntimeError) as error:
         how = f"could not be downloaded ({first_line(error)})" if config.download else "is not there"
         raise UserError(f"data.root: '{root}': VOC 2012 {how}; it lies in {root}/VOCdevkit/VOC2012") from error
-    splits = (
-        MaskFiles(*(np.array([os.fsencode(path) for path in each]) for each in (split.images, split.masks)), len(VOC))
-        for split in found
-    )
-    return Dataset(*splits, list(VOC), IMAGENET_MEAN, IMAGENET_STD)
+    train, val = (MaskFiles(_paths(each.images), _paths(each.masks), len(VOC)) for each in found)
+    return Dataset(train, val, list(VOC), IMAGENET_MEAN, IMAGENET_STD)
+
+
+def _paths(names: list[str]) -> "np.ndarray[tuple[int], np.dtype[np.bytes_]]":
+    return np.array([os.fsencode(name) for name in names])
 
 
 VOC = (
@@ -243,7 +244,7 @@ def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
         left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common(5))
         logger.info("data: '%s': files that are not read: %s; images lie in class folders, as %s", folder, left, kinds)
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))
-    return ImageFiles(np.array([os.fsencode(path) for paths in found for path in paths]), labels)
+    return ImageFiles(_paths([path for paths in found for path in paths]), labels)
 
 
 def _files_below(folder: Path) -> list[str]:

@@ -21,7 +21,14 @@ from qat.training.data import datasets
 from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.masks import MaskedTransform, masked_transform
-from qat.training.data.transforms import BatchTransform, Preprocessing, Transform, resized_up_front, train_transform
+from qat.training.data.transforms import (
+    BatchTransform,
+    Picture,
+    Preprocessing,
+    Transform,
+    resized_up_front,
+    train_transform,
+)
 from qat.training.errors import UserError
 from qat.training.ranks import ranks_here
 
@@ -32,10 +39,20 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 SampleKey: TypeAlias = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """A transform of the image alone."""
+
+    transform: Transform
+
+    def __call__(self, picture: Picture, label: Tensor) -> Sample:
+        return self.transform(picture), label
+
+
 class TransformedImages(Dataset[Sample]):
     """Images of a split, transformed one by one with torch's global generator."""
 
-    def __init__(self, images: Images, transform: Transform | MaskedTransform, random: bool) -> None:
+    def __init__(self, images: Images, transform: Labelled | MaskedTransform, random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
 
     # torch's loader calls it with the keys of a whole batch.
@@ -48,8 +65,7 @@ class TransformedImages(Dataset[Sample]):
             for index, seed in keys:
                 if self.random:
                     torch.default_generator.manual_seed(seed)
-                picture, truth = self.images.sample(index)
-                samples.append(self.transform(picture, truth) if truth.dim() else (self.transform(picture), truth))
+                samples.append(self.transform(*self.images.sample(index)))
             return samples
         finally:  # without loader processes, the model uses both too
             torch.set_num_threads(threads)
@@ -86,11 +102,11 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
 
 def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
     """Return the images of a split where they are, in batches if possible."""
-    if images.has_masks:
-        return TransformedImages(images, masked_transform(augment, plain), random=any(augment.model_dump().values()))
-    if isinstance(images, ImageArray) and BatchTransform.takes(images.images, augment, plain):
+    if isinstance(images, ImageArray) and not images.has_masks and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
-    return TransformedImages(images, train_transform(augment, plain), random=any(augment.model_dump().values()))
+    masked = images.has_masks
+    transform = masked_transform(augment, plain) if masked else Labelled(train_transform(augment, plain))
+    return TransformedImages(images, transform, random=any(augment.model_dump().values()))
 
 
 class EpochOrder(Sampler[SampleKey]):

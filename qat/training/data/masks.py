@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from qat.training.data.transforms import Picture, Preprocessing, ToInput
 from qat.training.errors import UserError, looked_in
 from qat.training.task import IGNORED
 
-MaskedTransform = Callable[[Picture, Tensor], tuple[Tensor, Tensor]]
 WITHOUT_MASKS = ("trivial_augment", "random_erasing", "cutout")
 """Augmentations that would leave the mask where it was, or label what is erased."""
 
@@ -49,11 +49,11 @@ def _masked(folder: Path, classes: int) -> MaskFiles:
         raise UserError(f"data.root: '{folder}': {len(lonely)} files have no partner; {lonely[0]} has no {kind}")
     if not images:
         raise UserError(f"data.root: '{folder / 'images'}' holds no images ({' '.join(SUFFIXES)})")
-    pairs = ([os.fsencode(each[name]) for name in images] for each in (images, masks))
-    return MaskFiles(*(np.array(each) for each in pairs), classes)
+    paths, masks_of = (np.array([os.fsencode(each[name]) for name in images]) for each in (images, masks))
+    return MaskFiles(paths, masks_of, classes)
 
 
-def masked_transform(augment: AugmentConfig, plain: Preprocessing) -> MaskedTransform:
+def masked_transform(augment: AugmentConfig, plain: Preprocessing) -> "MaskedTransform":
     """Return the pipeline of an image and its mask: crop, augmentation, normalization of the image."""
     from torchvision import tv_tensors
     from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
@@ -71,10 +71,18 @@ def masked_transform(augment: AugmentConfig, plain: Preprocessing) -> MaskedTran
     if augment.affine:
         moves = {"translate": (0.1, 0.1), "scale": (0.9, 1.1), "interpolation": InterpolationMode.BILINEAR}
         steps.append(v2.RandomAffine(10, **moves, fill=fill))
-    geometry, normalise = v2.Compose(steps), ToInput(plain.mean, plain.std)
+    return MaskedTransform(v2.Compose(steps), ToInput(plain.mean, plain.std))
 
-    def transform(picture: Picture, mask: Tensor) -> tuple[Tensor, Tensor]:
-        moved, labels = geometry(picture, tv_tensors.Mask(mask))
-        return normalise(moved), labels.as_subclass(Tensor).long()
 
-    return transform
+@dataclass(frozen=True)
+class MaskedTransform:
+    """Geometry of image and mask, and normalization of the image."""
+
+    geometry: Callable[[Picture, Tensor], tuple[Picture, Tensor]]
+    normalise: ToInput
+
+    def __call__(self, picture: Picture, mask: Tensor) -> tuple[Tensor, Tensor]:
+        from torchvision import tv_tensors
+
+        moved, labels = self.geometry(picture, tv_tensors.Mask(mask))
+        return self.normalise(moved), labels.as_subclass(Tensor).long()

@@ -55,20 +55,20 @@ def draw_scenes(digits: Tensor, labels: Tensor, count: int, side: int, generator
                     break
             else:
                 continue
-            place = (slice(top, top + size), slice(left, left + size))
+            place, part = (
+                (slice(top, top + size), slice(left, left + size)),
+                canvas[:, top : top + size, left : left + size],
+            )
             taken[place] = True
             ink = F.interpolate(digits[chosen][None, None].float(), (size, size), mode="bilinear")[0, 0]
-            colour = 150 + 105 * torch.rand(3, 1, 1, generator=generator)
-            canvas[(slice(None), *place)] = torch.lerp(canvas[(slice(None), *place)], colour, ink / 255)
+            part.lerp_(150 + 105 * torch.rand(3, 1, 1, generator=generator), ink / 255)
             inked = ink >= INK
             mask[place][inked] = 1 + int(labels[chosen])
-            rows, columns = inked.nonzero().unbind(1)
-            box = [
-                left + int(columns.min()),
-                top + int(rows.min()),
-                left + int(columns.max()) + 1,
-                top + int(rows.max()) + 1,
-            ]
+            (upper, *_, lower), (first, *_, last) = (
+                inked.any(1).nonzero()[:, 0].tolist(),
+                inked.any(0).nonzero()[:, 0].tolist(),
+            )
+            box = [left + first, top + upper, left + last + 1, top + lower + 1]
             found.append((box, 1 + int(labels[chosen])))
         image.copy_(canvas.round().clamp(0, 255))
         boxes.append(torch.tensor([box for box, _ in found], dtype=torch.float32).reshape(-1, 4))

@@ -143,7 +143,7 @@ def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device
             pair = [task.split_output(each(images), len(labels))[0].argmax(1) for each in (float_model, model)]
             rows = torch.stack((labels, *pair)).flatten(1)
             changed = (rows[1] != rows[2]) & (rows[0] < len(data.classes))
-            rows, numbers = rows[:, changed].unique(dim=1, return_counts=True)
+            rows, numbers = torch.unique(rows[:, changed], dim=1, return_counts=True)
             changes.update(dict(zip(map(tuple, rows.T.tolist()), numbers.tolist(), strict=True)))
             count, images_seen = count + labels.numel(), images_seen + len(labels)
             if images_seen >= ANSWERS:

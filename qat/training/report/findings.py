@@ -111,10 +111,9 @@ def findings(run: ReportedRun) -> list[str]:
 
 def _summary(run: ReportedRun) -> Iterator[str]:
     yield from (f"{warning}." for warning in run.summary.get("warnings", []))
-    parts = [score_of(run.summary.get(key, {})) for key in ("float", "qat")]
+    before, after = (score_of(run.summary.get(key, {})) for key in ("float", "qat"))
     images = run.summary.get("val_images")
-    if images and None not in parts:
-        before, after = parts
+    if images and before is not None and after is not None:
         noise = math.hypot(deviation_of(before, images), deviation_of(after, images))
         if before - after > noise:
             yield (

@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,9 @@ from qat.export.ties import allowed_of
 from qat.quantizer.training import scales_at_minimum
 from qat.text import table
 from qat.training.config.schema import RunConfig
-from qat.training.data.loaders import Batch
 from qat.training.errors import UserError
 from qat.training.loop.evaluation import evaluate
+from qat.training.loop.stage import Batches
 from qat.training.run.exit_status import is_memory_shortage
 from qat.training.run.folder import Json, replacing
 from qat.training.run.logging import RunLog
@@ -134,7 +134,7 @@ class Proof:
         return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
 
 
-def prove(path: Path, model: fx.GraphModule, batches: Iterable[Batch], task: Task = CLASSIFICATION) -> Proof:
+def prove(path: Path, model: fx.GraphModule, batches: Batches, task: Task = CLASSIFICATION) -> Proof:
     """Compare predictions on all batches, and integers on the first one.
 
     If too few predictions or values are right, `qat.export.explain_differences` looks for the reason.
@@ -211,7 +211,7 @@ def export_and_prove(
     model: fx.GraphModule,
     path: Path,
     example: Tensor,
-    batches: Iterable[Batch],
+    batches: Batches,
     config: RunConfig,
     metadata: Mapping[str, object],
     log: RunLog,
