@@ -3,7 +3,6 @@
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,7 +27,7 @@ ROUNDS_OTHERWISE = (
     "has other integers than round(x / scale) + zero_point, halves to even, as which runtimes compute those of"
     " activations; use it for weights alone, or set exportable = False"
 )
-"""The end of the sentence about a rule that no runtime computes on activations."""
+"""End of the sentence about a rule that no runtime computes on activations."""
 
 FLOAT32_BYTES = 4
 
@@ -98,7 +97,7 @@ def check_finite(model: nn.Module, caller: str) -> None:
 
 @torch.no_grad()
 def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
-    """Return whether quantize(x) = (codes(x) - zero_point) * scale."""
+    """Return True if quantize(x) = (codes(x) - zero_point) * scale."""
     scale, zero_point = quantizer.grid(x)
     expected = (quantizer.codes(x) - zero_point) * scale
     # The difference of NaN weights is NaN and passes; they are refused when their integers are stored.
@@ -107,7 +106,7 @@ def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
 
 
 def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
-    """A tensor to try a quantizer on: its weight, or points on, between and beyond levels."""
+    """Return a tensor to try a quantizer on: its weight, or points on and around its levels."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer and not isinstance(owner, QuantFunction):
         return owner.channels_first(owner.weight.detach())
@@ -149,7 +148,7 @@ def why_not_exported(
 
 
 def warn_of_float_results(model: nn.Module) -> None:
-    """Warn of convolutions of one's own that the file computes in float."""
+    """Warn of user-defined convolutions that the file computes in float."""
     found = float_results(model)
     if found:
         warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=3)
@@ -158,8 +157,8 @@ def warn_of_float_results(model: nn.Module) -> None:
 def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
     """Warn of hooks and patched methods: what is made of integers does not call them."""
     written = (QuantLayer, Quantizer, PreparedGraph)
-    watched = [name or type(model).__name__ for name, module in model.named_modules()
-               if isinstance(module, written) and is_watched(module)]  # fmt: skip
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, written)]
+    watched = [name or type(model).__name__ for name, module in modules if is_watched(module)]
     if watched:
         warnings.warn(
             f"{caller}: hooks and patched methods of {', '.join(watched[:5])} are left out; what is made of integers"
@@ -168,8 +167,8 @@ def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
         )
 
 
-def result_names(exported: Any) -> list[str]:
-    """The path to each tensor of an exported model's result; "output" without one."""
+def result_names(exported: torch.export.ExportedProgram) -> list[str]:
+    """Return the path to each tensor of an exported model's result; "output" without one."""
     results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
     result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
     paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, fx.Node)]

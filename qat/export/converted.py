@@ -32,7 +32,7 @@ class IntegerModel(nn.Module):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the prepared model in evaluation."""
+        """Return what the prepared model returns in evaluation."""
         if self.execution == "export":
             return self.graph_module(*args, **kwargs)
         with torch.no_grad(), plain_formulas():
@@ -41,7 +41,7 @@ class IntegerModel(nn.Module):
 
 @in_full_precision
 def convert(model: nn.Module, execution: Execution = "reference") -> IntegerModel:
-    """A plain module that computes what the model's evaluation does, from integers alone.
+    """Return a plain module that computes the model's evaluation from integers alone.
 
     It holds no quantizer and no float weight of a quantized layer: weights are int8, biases int32 values.
 
@@ -85,7 +85,7 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
     exported = execution == "export"
     frozen = frozen_for("convert", evaluated, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):
-        frozen = fx.GraphModule(frozen, frozen.graph)  # which nothing of evaluation on integers looks after
+        frozen = fx.GraphModule(frozen, frozen.graph)  # a plain class, without the engine of evaluation on codes
     for name, module in list(frozen.named_modules()):
         if isinstance(module, FrozenQuantizer) and exported:
             frozen.set_submodule(name, ExportedQuantizer(module))
@@ -99,21 +99,21 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
 
 
 class IntegerOperations(Operations):
-    """Evaluation's arithmetic, to the bit; NaN is refused, for which there is no integer."""
+    """Arithmetic of evaluation, to the bit; NaN is refused since no integer stands for it."""
 
     sums_integers = True
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
     ) -> Tensor:
-        """clamp(round(x / scale) + zero_point, *bounds)."""
+        """Return clamp(round(x / scale) + zero_point, *bounds)."""
         if not torch.compiler.is_compiling() and bool(require_floating(x, quantizer).isnan().any()):
             raise NotANumberError(quantizer)
         return super().quantize(x, scale, zero_point, bounds, quantizer)
 
 
 class ExportOperations(Operations):
-    """DequantizeLinear of constants as torch.export's operators."""
+    """Constants dequantized by torch.export's operators."""
 
     float_biases = True
 
@@ -123,7 +123,7 @@ class ExportOperations(Operations):
     def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
     ) -> Tensor:
-        """(codes - zero_point) * scale."""
+        """Return (codes - zero_point) * scale."""
         limits, ops = torch.iinfo(codes.dtype), self.operators
         points = torch.zeros_like(scale, dtype=torch.int64) if zero_point is None else zero_point
         if axis is None:
@@ -143,7 +143,7 @@ class ExportedQuantizer(nn.Module):
         self.numbers = (scale, *(int(each) - quantizer.offset for each in (zero_point, low, high)), kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x on the grid."""
+        """Round x to the grid."""
         ops = decomposed_operators()
         codes = ops.quantize_per_tensor.default(x, *self.numbers)
         y: Tensor = ops.dequantize_per_tensor.default(codes, *self.numbers)

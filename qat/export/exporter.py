@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
@@ -29,6 +29,9 @@ from qat.integers.freezing import frozen_grids
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
 Format = Literal["qdq", "qoperator", "qonnx"]
 
 
@@ -38,7 +41,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     example_inputs: Inputs,
     *,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     exact_sums: bool = False,
     format: Format = "qdq",
     packed: bool = True,
@@ -121,7 +124,7 @@ def export_onnx(
     save(proto, Path(path), notes)
 
 
-def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
+def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> "ModelProto":
     evaluated = evaluation_copy(model)
     drop_defaults(evaluated)
     rewrite_for_runtime(evaluated, operations)
@@ -130,11 +133,12 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
         program = export_program(frozen, example_inputs, operations.opset)
     except Exception as error:  # torch.onnx has its own types
         raise why_not_exported(model, example_inputs, error) from error
-    refuse_lost_options(program)
-    proto = program.model_proto
+    exported, proto = program.exported_program, program.model_proto
+    assert exported is not None
+    refuse_lost_options(exported)
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
     own_initializers(proto)
-    fix_sizes(program, proto)
-    name_outputs(program, proto)
+    fix_sizes(exported, proto)
+    name_outputs(exported, proto)
     return proto

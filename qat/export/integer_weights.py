@@ -47,7 +47,7 @@ class IntegerArrays:
 
 @torch.no_grad()
 def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
-    """The integers of every quantized layer as NumPy arrays, as ONNX files hold them.
+    """Return the integers of every quantized layer as NumPy arrays, as ONNX files hold them.
 
     Args:
         model: a prepared and calibrated model, also one that was prepared in parts, or a module of quantized layers
@@ -80,7 +80,7 @@ def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
 
 
 def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]:
-    # What is frozen in a module at this path, in the order in which it runs, or is registered without a graph.
+    # In the order in which the layers run, or without a graph in that of their registration.
     if isinstance(module, FrozenLayer):
         yield module.layer_name, _of_layer(module)
     elif isinstance(module, FrozenParameter):

@@ -1,11 +1,10 @@
-"""`explain_differences`: a file's other answers, followed integer by integer."""
+"""`explain_differences`: the answers of a file that differ, followed integer by integer."""
 
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +14,16 @@ from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, answers, close_pre
 from qat.export.litert.engines import TorchFile, litert_following
 from qat.export.onnxruntime.session import open_session, run_session
 from qat.export.onnxruntime.verification import LayerComparison
-from qat.inputs import Batch, as_batches
+from qat.inputs import Batch, Inputs, as_batches
 from qat.integers.following import LayerDifference
 
-Fused = Callable[[Any, list[Tensor]], list[LayerDifference]]
-"""From inputs and the answers where all integers are read to what is computed otherwise unread."""
+Fused = Callable[[Inputs, list[Tensor]], list[LayerDifference]]
+"""Function from inputs, and the answers while all integers are read, to layers that differ while none is read."""
 
 
 @dataclass
 class Differences:
-    """The reasons for answers of a file that are not its model's.
+    """The answers of a file that differ from its model's, and their reasons.
 
     Attributes:
         predictions: how many were compared, of the output that differs most.
@@ -46,7 +45,7 @@ class Differences:
 
 
 def allowed_of(predictions: int) -> int:
-    """The number of predictions that may differ without an explanation."""
+    """Return how many predictions may differ without an explanation."""
     return int((1 - MIN_AGREEMENT) * predictions)
 
 
@@ -82,7 +81,7 @@ def explain_differences(
         ValueError: if there is no batch, or the file is not the model's.
     """
     given = as_batches(explain_differences, model, batches)
-    run: Callable[[Any], list[Tensor]]
+    run: Callable[[Inputs], list[Tensor]]
     follow: Follow
     fused: Fused | None = None
     if engine is None:
@@ -97,17 +96,17 @@ def explain_differences(
 
 
 def explained(
-    batches: Iterable[Any],
-    answer: Callable[[Any], tuple[Any, Pair]],
+    batches: Iterable[Batch],
+    answer: Callable[[Batch], tuple[Inputs, Pair]],
     follow: Follow,
     enough: int | None = None,
     levels: int | None = None,
     fused: Fused | None = None,
 ) -> Differences:
-    """`explain_differences` of any runtime.
+    """Explain the differences of any runtime.
 
-    Any integer may be off by `levels`; None: by near-ties alone. `fused` finds what the runtime computes otherwise
-    where nobody reads integers.
+    Any integer may be off by `levels`; None: by near-ties alone. `fused` finds layers that the runtime computes
+    otherwise while nobody reads integers.
     """
     counts: Tensor | None = None
     layers: list[LayerDifference] = []
@@ -138,13 +137,11 @@ def explained(
 
 
 def _right(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    # Of which predictions the class and the values are right, output by output.
     return [equal_predictions([both]) & close_predictions([both]) for both in pairs]
 
 
 def _sums(layers: list[LayerDifference]) -> list[LayerDifference]:
-    # The differences of several batches, added layer by layer.
-    found: dict[Any, LayerDifference] = {}
+    found: dict[tuple[str, tuple[str, ...]], LayerDifference] = {}
     for each in layers:
         old = found.setdefault((each.name, each.fused), replace(each, elements=0, differing=0, beyond_ties=0))
         sums = {key: getattr(old, key) + getattr(each, key) for key in ("elements", "differing", "beyond_ties")}

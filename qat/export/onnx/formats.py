@@ -1,7 +1,9 @@
-"""Other forms of an exported file: QOperator, QONNX for FPGAs, and uint8 pixels as input."""
+"""Other forms of an exported file: QOperator, QONNX for FPGAs, uint8 pixels as input."""
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,14 +21,18 @@ from qat.export.onnx.graph import (
 )
 from qat.export.onnx.saturation import PASSING
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from onnx import GraphProto, ModelProto, NodeProto
+
 QONNX_DOMAIN = "qonnx.custom_op.general"
-"""Of Quant and BipolarQuant; no runtime for processors has them."""
+"""Domain of the operators Quant and BipolarQuant; no runtime for processors has them."""
 
 PIXELS = "pixels"
-"""The input of a file that normalises uint8 images (N, H, W, 3) itself."""
+"""Name of the input of a file that normalises uint8 images (N, H, W, 3) itself."""
 
 
-def to_qoperator(proto: Any) -> None:
+def to_qoperator(proto: ModelProto) -> None:
     """Write convolutions as QLinearConv, and products of matrices as MatMulInteger.
 
     The standard has no others: sums, averages and curves stay between DequantizeLinear and QuantizeLinear, and so do
@@ -47,8 +53,8 @@ def to_qoperator(proto: Any) -> None:
     drop_unread(graph)
 
 
-def _dequantized(name: str, edges: Edges, constant: Any = None) -> Any:
-    # the DequantizeLinear that makes a tensor, of an activation on one grid or of constants of this type; or None
+def _dequantized(name: str, edges: Edges, constant: npt.DTypeLike | None = None) -> NodeProto | None:
+    # The DequantizeLinear that makes a tensor: of constants of this type, or of an activation with a single scale.
     node = edges.maker(name, "DequantizeLinear")
     if node is None:
         return None
@@ -58,8 +64,8 @@ def _dequantized(name: str, edges: Edges, constant: Any = None) -> Any:
     return node if constant is None and grid is not None and grid[0].size == 1 else None
 
 
-def _dequantize_later(graph: Any) -> None:
-    # operators that only move values move integers, and are dequantized behind
+def _dequantize_later(graph: GraphProto) -> None:
+    # QLinearConv reads integers: a DequantizeLinear in front of operators that only move values goes behind them.
     edges = Edges(graph)
     for node in list(graph.node):
         before = _dequantized(node.input[0], edges) if node.op_type in PASSING else None
@@ -72,27 +78,27 @@ def _dequantize_later(graph: Any) -> None:
             edges.made[after.output[0]] = after
 
 
-def _convolution(node: Any, edges: Edges) -> None:
+def _convolution(node: NodeProto, edges: Edges) -> None:
     # The quantizer behind a convolution becomes the QLinearConv of both; a Clip that changes nothing falls away.
     x, weight = _dequantized(node.input[0], edges), _dequantized(node.input[1], edges, np.int8)
     biases = [_dequantized(name, edges, np.int32) for name in node.input[2:3]]
     behind = edges.reader(node.output[0])
     limits = edges.limits(behind) if behind is not None else None
-    quantizer = edges.reader(behind.output[0]) if limits else behind
-    if None in (x, weight, quantizer, *biases) or quantizer.op_type != "QuantizeLinear":
+    quantizer = edges.reader(behind.output[0]) if behind is not None and limits else behind
+    if x is None or weight is None or None in biases or quantizer is None or quantizer.op_type != "QuantizeLinear":
         return
     grid = edges.pair(quantizer)
     types = {edges.stored[node.input[2]].dtype for node in (x, quantizer)}  # ONNX Runtime has no kernel for two
     if grid is None or len(types) > 1 or (limits and not ends_within(limits, grid)):
         return
     quantizer.op_type, quantizer.name = "QLinearConv", weight.name
-    quantizer.input[:] = [*x.input, *weight.input, *quantizer.input[1:3], *(bias.input[0] for bias in biases)]
+    quantizer.input[:] = [*x.input, *weight.input, *quantizer.input[1:3], *(bias.input[0] for bias in biases if bias)]
     del quantizer.attribute[:]
     quantizer.attribute.extend(node.attribute)
 
 
-def _matrix_product(graph: Any, node: Any, edges: Edges) -> None:
-    # as MatMulInteger, the Add of its bias in int32, and Mul by the product of both scales
+def _matrix_product(graph: GraphProto, node: NodeProto, edges: Edges) -> None:
+    # It becomes MatMulInteger, the Add of its bias in int32, and a Mul by the product of both scales.
     from onnx import TensorProto, helper
 
     source, turned = node.input[1], bool(attributes(node).get("transB"))
@@ -106,7 +112,8 @@ def _matrix_product(graph: Any, node: Any, edges: Edges) -> None:
     last = node if bias is None else adding
     if x is None or (other is None and weight is None) or (node.op_type == "Gemm" and None in (weight, bias)):
         return
-    second = weight if other is None else other
+    second = other or weight
+    assert second is not None
     codes, zeros = second.input[0], [x.input[2], *(second.input[2:3] if other is not None else ())]
     if other is None:
         array: Array = edges.stored[codes]
@@ -125,7 +132,7 @@ def _matrix_product(graph: Any, node: Any, edges: Edges) -> None:
     del last.attribute[:]
 
 
-def to_qonnx(proto: Any) -> None:
+def to_qonnx(proto: ModelProto) -> None:
     """Write every quantizer as a Quant, also of weights, and biases as floats.
 
     A weight has the fewest bits that hold its integers; one of -1 and 1 alone is a BipolarQuant. Quant adds the zero
@@ -146,7 +153,7 @@ def to_qonnx(proto: Any) -> None:
     proto.opset_import.append(helper.make_opsetid(QONNX_DOMAIN, 1))
 
 
-def _quantizer_as_quant(graph: Any, node: Any, edges: Edges) -> None:
+def _quantizer_as_quant(graph: GraphProto, node: NodeProto, edges: Edges) -> None:
     source = edges.made[node.input[0]]
     clip, quantizer = (source, edges.made.get(source.input[0])) if source.op_type == "Clip" else (None, source)
     if quantizer is None or quantizer.op_type != "QuantizeLinear":
@@ -167,7 +174,7 @@ def _quantizer_as_quant(graph: Any, node: Any, edges: Edges) -> None:
     _become_quant(graph, node, quantizer.input[0], numbers, signed=signed, narrow=narrow)
 
 
-def _constant_as_quant(graph: Any, node: Any, stored: dict[str, Array]) -> None:
+def _constant_as_quant(graph: GraphProto, node: NodeProto, stored: dict[str, Array]) -> None:
     integers, scale = (stored[name] for name in node.input[:2])
     zero = stored[node.input[2]].astype(np.float32) if len(node.input) > 2 else np.zeros_like(scale)
     axis = attributes(node).get("axis", 1)
@@ -189,8 +196,10 @@ def _constant_as_quant(graph: Any, node: Any, stored: dict[str, Array]) -> None:
     _become_quant(graph, node, x, numbers, signed=signed, narrow=narrow)
 
 
-def _become_quant(graph: Any, node: Any, x: str, numbers: dict[str, Any], **kind: bool) -> None:
-    # With a scale alone it is a BipolarQuant; the numbers are values, or names of initializers.
+def _become_quant(
+    graph: GraphProto, node: NodeProto, x: str, numbers: Mapping[str, str | float | Array], **kind: bool
+) -> None:
+    # A scale alone makes a BipolarQuant. The numbers are values, or names of initializers.
     from onnx import helper
 
     names = [x]
@@ -205,11 +214,11 @@ def _become_quant(graph: Any, node: Any, x: str, numbers: dict[str, Any], **kind
     node.attribute.extend(helper.make_attribute(key, value) for key, value in given.items())
 
 
-def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
-    """Put (pixel - 255 * mean) / (255 * std) in front of a model of one image input.
+def take_pixels(proto: ModelProto, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
+    """Compute (pixel - 255 * mean) / (255 * std) in front of a model of one image input.
 
-    mean and std are those of pixels in [0, 1]. It computes in float32 and in the order in which `train.py` normalises
-    images, so that every integer behind it is the same.
+    mean and std are those of pixels in [0, 1]. The file computes in float32 and in the order in which `train.py`
+    normalises images, so that every integer behind it is the same.
     """
     from onnx import TensorProto, helper
 

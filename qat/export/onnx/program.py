@@ -1,4 +1,6 @@
-"""torch.onnx's exporter: its example inputs, a free batch axis, sizes that are fixed."""
+"""A frozen model through torch.onnx's exporter, and the sizes of its axes."""
+
+from __future__ import annotations
 
 import contextlib
 import inspect
@@ -7,10 +9,11 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from qat.contexts import warnings_ignored
 from qat.export.checks import result_names
@@ -19,20 +22,25 @@ from qat.export.onnx.names import rename_inputs_outputs
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import argument_names, pytree
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
-def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
-    """Run the exporter; the first axis is free, unless the model takes one length alone."""
+
+def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> torch.onnx.ONNXProgram:
+    """Run the exporter; the first axis is free unless the model takes a single length."""
     order = list(inspect.signature(frozen.forward).parameters)
 
-    def run(samples: int) -> Any:
+    def run(samples: int) -> torch.onnx.ONNXProgram:
         args, kwargs = _example_arguments(example_inputs, samples)
         kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         shapes = _free_batch(args, kwargs) if samples > 1 else None
         with quiet_export():
-            return torch.onnx.export(
+            program = torch.onnx.export(
                 frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False,
                 custom_translation_table={torch.ops.aten.atan2.default: _atan2},
             )  # fmt: skip
+        assert program is not None  # it is where dynamo is True
+        return program
 
     try:
         return run(2)
@@ -52,9 +60,9 @@ def _atan2(y: Any, x: Any) -> Any:
     return op.Add(op.Where(op.Equal(y, zero), zero, op.Atan(op.Div(y, x))), turned)
 
 
-def refuse_lost_options(program: Any) -> None:
-    """Refuse options that torch.onnx drops, or that ONNX's operators mean otherwise."""
-    for node in program.exported_program.graph.nodes:
+def refuse_lost_options(exported: ExportedProgram) -> None:
+    """Refuse options that torch.onnx drops, or that ONNX's operators interpret otherwise."""
+    for node in exported.graph.nodes:
         for name, value in (*zip(argument_names(node.target), node.args, strict=False), *node.kwargs.items()):
             smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
             if value and (smooth or name == "divisor_override"):
@@ -64,20 +72,17 @@ def refuse_lost_options(program: Any) -> None:
 
 
 def _example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def ready(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def ready(x: Tensor) -> Tensor:
         # torch.export takes a batch of one for a constant.
         x = torch.cat([x, x]) if x.dim() and len(x) < samples else x
         x = x.detach().cpu()
         return (x.float() if x.is_floating_point() else x).contiguous()
 
-    return as_arguments(pytree.tree_map(ready, example_inputs))
+    return as_arguments(pytree.tree_map_only(Tensor, ready, example_inputs))
 
 
-def fix_sizes(program: Any, proto: Any) -> None:
-    """Write the sizes that torch.export found fixed into the file; warn of a fixed batch."""
-    exported = program.exported_program
+def fix_sizes(exported: ExportedProgram, proto: ModelProto) -> None:
+    """Write the sizes that torch.export found to be fixed; warn of a fixed batch."""
     names = exported.graph_signature.user_inputs
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
@@ -102,14 +107,14 @@ def fix_sizes(program: Any, proto: Any) -> None:
                 axis.dim_param = re.sub(r"\w+", lambda found: batches.get(found[0], found[0]), axis.dim_param)
 
 
-def name_outputs(program: Any, proto: Any) -> None:
-    """Name the outputs by `result_names`, with "output." before a name that is taken."""
+def name_outputs(exported: ExportedProgram, proto: ModelProto) -> None:
+    """Name the outputs by `result_names`, with the prefix "output." where a name is taken."""
     taken = tensor_names(proto.graph) - {end.name for end in proto.graph.output}
-    names = result_names(program.exported_program)
+    names = result_names(exported)
     rename_inputs_outputs(proto, None, [f"output.{name}" if name in taken else name for name in names])
 
 
-def _fixed(size: Any, exported: Any) -> int | None:
+def _fixed(size: int | torch.SymInt, exported: ExportedProgram) -> int | None:
     # The only length that an axis may have; None if it is free.
     if isinstance(size, int):
         return size

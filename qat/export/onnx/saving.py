@@ -1,35 +1,40 @@
 """An ONNX file on the disk: small containers, and a second file above 2 GB."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qat.atomic_write import atomic_write
 from qat.export.onnx.graph import Array, insert
 
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
 READERS = {"DequantizeLinear": 0, "Gather": 0, "GatherND": 0, "QLinearConv": 3, "MatMulInteger": 1}
-"""Operators that read stored integers, of a layer's weight or a table's rows, and as which operand."""
+"""Operators that read the stored integers of a weight or a table, and the operand that reads them."""
 
 PACKED = "{}.packed"
-"""Name of an initializer in a smaller container; the integers keep theirs behind the Cast."""
+"""Name of an initializer in a smaller container; behind the Cast the integers keep their name."""
 
 SINCE = {2: 25, 4: 21}
-"""The bits of containers, and the opsets that brought them."""
+"""Bits of a container to the opset that brought it."""
 
 LEAST = 64
-"""Elements from which on a container of fewer bits is worth an operator."""
+"""Least elements for which a container of fewer bits is worth an operator."""
 
 MOST_BYTES = 2**31 - 2**26
-"""Of initializers in one file: protobuf reads 2 GB at most, and the operators need some of them."""
+"""Most bytes of initializers in one file: protobuf reads 2 GB at most, and the operators need some of them."""
 
 LEAST_BYTES, PAGE = 1024, 4096
 """Initializers from so many bytes on go to the second file; each begins at a page, which a runtime can map."""
 
 
-def pack_weights(proto: Any, opset: int) -> None:
+def pack_weights(proto: ModelProto, opset: int) -> None:
     """Store few bits in the opset's smallest container, and Cast them to kernels' 8 bits.
 
     A runtime computes constants once, when it loads the file: nothing is slower. Read directly by DequantizeLinear,
@@ -39,7 +44,7 @@ def pack_weights(proto: Any, opset: int) -> None:
     from onnx import TensorProto, helper, numpy_helper
 
     read = {node.input[READERS[node.op_type]] for node in proto.graph.node if node.op_type in READERS}
-    unpacking: list[Any] = []
+    unpacking: list[NodeProto] = []
     for tensor in list(proto.graph.initializer):
         if tensor.name not in read or tensor.data_type not in (TensorProto.INT8, TensorProto.UINT8):
             continue
@@ -58,7 +63,7 @@ def pack_weights(proto: Any, opset: int) -> None:
 
 
 def _container(values: Array, widths: list[int]) -> tuple[int, bool]:
-    # the fewest bits that hold all values, and whether as signed integers; 0 if none do
+    # The fewest bits that hold all values (0 if none do), and whether as signed integers.
     for bits in widths:
         for low in (-(2 ** (bits - 1)), 0) if values.dtype == np.int8 else (0,):
             if low <= values.min() and values.max() < low + 2**bits:
@@ -67,17 +72,17 @@ def _container(values: Array, widths: list[int]) -> tuple[int, bool]:
 
 
 def _in_bytes(values: Array, bits: int) -> bytes:
-    # the first integer in a byte's lowest bits; the last byte is filled with zeros
+    # ONNX: the first integer lies in a byte's lowest bits, and the last byte is filled with zeros.
     count = 8 // bits
     rows = np.append(values.reshape(-1), [0] * (-values.size % count)).astype(np.uint8).reshape(-1, count)
     packed = (rows & (2**bits - 1)) << np.arange(0, 8, bits, dtype=np.uint8)
     return bytes(np.bitwise_or.reduce(packed, axis=1).tobytes())
 
 
-def save(proto: Any, path: Path, notes: dict[str, str]) -> None:
+def save(proto: ModelProto, path: Path, notes: dict[str, str]) -> None:
     """Check a model and write it atomically; above 2 GB initializers go to `<file>.data`.
 
-    Two files cannot be replaced at once: where a model of two files is replaced, there is none for a moment, so that
+    Two files cannot be replaced at once. A model of two files is missing for a moment while it is replaced, so that
     nobody reads the old operators with the new integers.
     """
     import onnx
@@ -101,8 +106,8 @@ def save(proto: Any, path: Path, notes: dict[str, str]) -> None:
         onnx.checker.check_model(str(temporary))
 
 
-def as_json(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Each value as JSON."""
+def as_json(metadata: Mapping[str, object]) -> dict[str, str]:
+    """Return each value as JSON."""
     notes = {}
     for key, value in metadata.items():
         try:

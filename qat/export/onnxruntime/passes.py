@@ -28,11 +28,17 @@ None looks through a LeakyRelu of slope 1, which returns its input on every runt
 table of 256 integers; in front of a float layer it is a pass over the layer's input.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from qat.export.onnx.graph import Array, Edges, copy_of, ends_within, insert, store, unused_name
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto
 
 MOVING = (
     "Identity", "Dropout", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand",
@@ -44,16 +50,24 @@ LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """Operators whose float weight the runtime would quantize; of MatMul and the Add of a bias it makes a Gemm."""
 
 THROUGH = {*MOVING, "QuantizeLinear", "DequantizeLinear"}
-"""What may stand between a sum and a quantizer of few bits."""
+"""Operators that may stand between a sum and a quantizer of few bits."""
 
 LARGEST_RATIO = 256
-"""What an operand's scale may be in scales of the result: far above it QLinearAdd's 32-bit integers overflow."""
+"""Largest scale of an operand in scales of the result: far above it QLinearAdd's 32-bit integers overflow."""
 
 LEVELS = (np.array(0, np.uint8), np.array(255, np.uint8))
-"""The integers of uint8."""
+"""The lowest and highest integer of uint8."""
 
 
-def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
+class QuantizedReader(NamedTuple):
+    """A QuantizeLinear on one constant grid, and the Clip of its integers if it has one."""
+
+    quantizer: NodeProto
+    clip: NodeProto | None
+    grid: list[Array]
+
+
+def add_exactly(proto: ModelProto, *, everywhere: bool = False) -> None:
     """Write sums onto grids of few bits, or far finer than their operands', as `Sum`.
 
     Args:
@@ -74,25 +88,28 @@ def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
             before.op_type = "Sum"
 
 
-def fold_clips(proto: Any, *, of_floats: bool = False) -> None:
-    """Clip integers of quantizers in place of the floats that they alone read.
+def fold_clips(proto: ModelProto, *, of_floats: bool = False) -> None:
+    """Clip the integers of quantizers instead of the floats that nothing else reads.
 
     Those that ONNX Runtime drops by itself stay. An integer Clip is added in uint8 alone: the int8 grids of TensorRT,
     which reads no such Clip, keep theirs in float.
 
     Args:
         proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
-        of_floats: clip the floats in front of all quantizers then: TensorRT reads no Clip of integers.
+        of_floats: afterwards clip the floats in front of all quantizers: TensorRT reads no Clip of integers.
     """
     graph, edges = proto.graph, Edges(proto.graph)
     for node in list(graph.node):
         limits = edges.limits(node)
-        found = [_integers_of(each, edges) for each in edges.read_by.get(node.output[0], [])] if limits else []
-        if not found or None in found or all(clip is None and ends_within(limits, grid) for _, clip, grid in found):
+        readers = edges.read_by.get(node.output[0], []) if limits else []
+        found = [known for each in readers if (known := _integers_of(each, edges)) is not None]
+        if limits is None or not found or len(found) < len(readers):
+            continue
+        if all(clip is None and ends_within(limits, grid) for _, clip, grid in found):
             continue
         for quantizer, clip, grid in found:
             quantizer.input[0] = node.input[0]
-            bounds = _narrowed(limits, LEVELS if clip is None else edges.pair(clip), grid)
+            bounds = _narrowed(limits, (clip and edges.pair(clip)) or LEVELS, grid)
             if clip is None and bounds == list(LEVELS):
                 continue
             clip = clip or _added_clip(graph, quantizer)
@@ -103,31 +120,30 @@ def fold_clips(proto: Any, *, of_floats: bool = False) -> None:
         _clip_floats(graph)
 
 
-def _integers_of(node: Any, edges: Edges) -> Any:
-    # a QuantizeLinear on one constant grid, the Clip of its integers or None, and the grid; None for anything else
+def _integers_of(node: NodeProto | None, edges: Edges) -> QuantizedReader | None:
     if node is None or node.op_type != "QuantizeLinear":
         return None
     grid, clip = edges.pair(node), edges.reader(node.output[0])
     if grid is None or any(len(np.unique(part)) != 1 for part in grid):
         return None
     if clip is None or clip.op_type != "Clip":
-        return (node, None, grid) if grid[1].dtype == np.uint8 else None
-    return (node, clip, grid) if edges.pair(clip) is not None else None
+        return QuantizedReader(node, None, grid) if grid[1].dtype == np.uint8 else None
+    return QuantizedReader(node, clip, grid) if edges.pair(clip) is not None else None
 
 
-def _added_clip(graph: Any, quantizer: Any) -> Any:
-    # It hands the integers on under the name that they had.
+def _added_clip(graph: GraphProto, quantizer: NodeProto) -> NodeProto:
     from onnx import helper
 
     name = quantizer.output[0]
     place = list(graph.node).index(quantizer) + 1
-    quantizer.output[0] = f"{name}.unclipped"
+    quantizer.output[0] = f"{name}.unclipped"  # the clipped integers keep the quantizer's name, for compare_layers
     insert(graph, place, helper.make_node("Clip", [quantizer.output[0], "", ""], [name], name=f"{name}.clip"))
-    return graph.node[place]
+    added: NodeProto = graph.node[place]  # a copy of what was inserted
+    return added
 
 
-def _narrowed(limits: Any, integers: Any, grid: Any) -> list[Array]:
-    # the bounds of the integers, within those that the limits of the floats are quantized to
+def _narrowed(limits: Sequence[Array], integers: Sequence[Array], grid: Sequence[Array]) -> list[Array]:
+    # The bounds of the integers, narrowed to what the limits of the floats are quantized to.
     scale, zero_point = grid[0].reshape(-1)[0], grid[1].reshape(-1)[0]
     low, high = (int(bound) for bound in integers)
     with np.errstate(over="ignore"):  # a bound of infinity, or of the largest float
@@ -135,7 +151,7 @@ def _narrowed(limits: Any, integers: Any, grid: Any) -> list[Array]:
     return [np.array(end, integers[0].dtype).reshape(integers[0].shape) for end in ends]
 
 
-def _clip_floats(graph: Any) -> None:
+def _clip_floats(graph: GraphProto) -> None:
     # The integers are the same: Q((low - zero_point) * scale) = low, and rounding keeps the order of numbers.
     edges = Edges(graph)
     for clip in [node for node in graph.node if node.op_type == "Clip"]:
@@ -153,8 +169,8 @@ def _clip_floats(graph: Any) -> None:
         insert(graph, list(graph.node).index(quantizer), moved)
 
 
-def add_barriers(proto: Any) -> None:
-    """Put a LeakyRelu of slope 1 before quantizers and float layers fused wrongly."""
+def add_barriers(proto: ModelProto) -> None:
+    """Insert a LeakyRelu of slope 1 before quantizers and float layers fused wrongly."""
     from onnx import helper
 
     graph, edges = proto.graph, Edges(proto.graph)
@@ -170,7 +186,7 @@ def add_barriers(proto: Any) -> None:
             graph.node[place + 1].input[0] = barrier
 
 
-def _requantizes(quantizer: Any, edges: Edges) -> bool:
+def _requantizes(quantizer: NodeProto, edges: Edges) -> bool:
     before = _grid_of(quantizer.input[0], edges)
     if before is None or any(name not in edges.stored for name in before.input[1:]):
         return False  # the rows of a table bring their scales; only constant grids are merged
@@ -178,14 +194,14 @@ def _requantizes(quantizer: Any, edges: Edges) -> bool:
     return not all(np.array_equal(ours, theirs) for ours, theirs in zip(*grids, strict=True))
 
 
-def _ends_otherwise(quantizer: Any, edges: Edges) -> bool:
-    # whether it is fused with the operator before it into one that computes another function
+def _ends_otherwise(quantizer: NodeProto, edges: Edges) -> bool:
+    # True if it is fused with the operator before it into one that computes another function.
     before = edges.made.get(edges.source(quantizer.input[0], MOVING))
     options = {each.name for each in before.attribute if each.i} if before is not None else set()
     return bool(options >= {"ceil_mode", "count_include_pad"} or (before is not None and before.op_type == "Softmax"))
 
 
-def _grid_of(name: str, edges: Edges) -> Any:
-    # the DequantizeLinear of the activation whose values a tensor holds
+def _grid_of(name: str, edges: Edges) -> NodeProto | None:
+    # The DequantizeLinear of the activation whose values a tensor holds.
     node = edges.maker(edges.source(name, MOVING), "DequantizeLinear")
     return node if node is not None and node.input[0] not in edges.stored else None

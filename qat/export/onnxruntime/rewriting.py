@@ -1,7 +1,6 @@
-"""Changes of a graph for ONNX Runtime's integers: grids again, global averages."""
+"""Changes of a graph for ONNX Runtime's integer kernels: grids stated again, averages."""
 
 import operator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +17,14 @@ NOT_PROPAGATED = {
     F.pad, F.adaptive_max_pool2d, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
     torch.pixel_shuffle, torch.channel_shuffle, "roll", "expand", "repeat", "repeat_interleave", "select", "narrow",
 }  # fmt: skip
-"""Operations that keep a grid although ONNX Runtime does not propagate it: it computes the next operation in float, or
-quantizes its input anew in blocks of its own."""
+"""Operations that keep a grid although ONNX Runtime does not propagate it: it would compute the next operation in
+float, or quantize its input anew in blocks of its own."""
 
 NOT_PROPAGATED_MODULES = (
     nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.ChannelShuffle, nn.PixelShuffle,
     nn.PixelUnshuffle,
 )  # fmt: skip
-"""The same as modules."""
+"""The same operations as modules."""
 
 
 def rewrite_for_runtime(model: nn.Module, operations: OnnxOperations) -> None:
@@ -75,14 +74,14 @@ def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
 
 def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:
     module = submodule_of(model, node)
-    size: Any = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
+    size: object = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
     if node.target is F.adaptive_avg_pool2d:
         size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
     return size in (1, (1, 1), [1, 1]) or operation_of(node, model, {"mean": AVERAGING["mean"]}) == "avg_pool"
 
 
 def _scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:
-    # Whether ONNX Runtime's integer average takes these scales: their ratio must be below 256 and at least 2^-32.
+    # ONNX Runtime's integer average needs a ratio of scales below 256 and at least 2^-32.
     source = grid_of(node.args[0], model) if isinstance(node.args[0], fx.Node) else None
     reader = next((user for user in node.users if isinstance(submodule_of(model, user), Quantizer)), None)
     if source is None or reader is None:
