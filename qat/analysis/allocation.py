@@ -73,7 +73,7 @@ def _check(numbers: Table[Choice], least: float, what: str) -> None:
 
 
 def _solved(losses: list[float], layers: list[list[float]], limits: list[tuple[list[float], float]]) -> list[bool]:
-    # Which pairs of a layer and a choice are taken: one in each row of layers, with no row's sum above its limit.
+    # Take one pair of a layer and a choice in each row of layers, with no row's sum above its limit.
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 

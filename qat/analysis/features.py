@@ -15,7 +15,7 @@ from qat.torch_internals import keep_signature
 
 
 def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:
-    """A model that returns the outputs of parts of a prepared one, as a dictionary.
+    """Return a model that returns the outputs of parts of a prepared one, by name.
 
     It shares the modules of the prepared model, so both train, evaluate and export with the same parameters. A block
     returns what it returns in the float model, on its grid if it has one. A layer returns its output after the
@@ -84,7 +84,7 @@ def _output_of(model: fx.GraphModule) -> fx.Node:
 
 
 def _is_of(node: fx.Node, name: str) -> bool:
-    # Whether a node runs in a module of this name, or computes the BatchNorm of this name.
+    # True if a node runs in a module of this name, or computes the BatchNorm of this name.
     paths = [scope_of(node)] + ([str(node.target)] if node.op == "call_module" else [])
     norm = node.kwargs.get("norm")
     if isinstance(norm, fx.Node):

@@ -1,4 +1,4 @@
-"""Deployment: integer files in ONNX and .tflite, and the proof of what they compute."""
+"""Deployment: integer files in ONNX and .tflite, and proofs of their answers."""
 
 from qat.export.agreement import Verification
 from qat.export.converted import IntegerModel, convert

@@ -1,4 +1,4 @@
-"""Comparison of two runtimes' answers: classes, values within a tolerance, integers."""
+"""Comparison of two runtimes' answers: classes, values in a tolerance, integers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +19,9 @@ MIN_AGREEMENT = 0.995
 
 Pair = tuple[list[Tensor], list[Tensor], Tensor | None]
 """The outputs of the model and of the file for one batch, and its labels if there are any."""
+
+Run = Callable[[Inputs], list[Tensor]]
+"""Function from inputs to a runtime's outputs."""
 
 Follow = Callable[[Inputs], tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]]
 """Function from inputs to every layer's integers, given the file's before it, and to the outputs twice: by torch from
@@ -58,14 +61,12 @@ class Verification:
 
 
 def output_tensors(answer: object) -> list[Tensor]:
-    """Return the tensors of a torch model's answer, in the order of the file's outputs."""
+    """Return the tensors of a model's answer, in the order of the file's outputs."""
     return [leaf.cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
 
 
-def answers(
-    caller: str, run: Callable[[Inputs], list[Tensor]], model: torch.nn.Module, batch: Batch
-) -> tuple[Inputs, Pair]:
-    """Return a batch's inputs; and the model's outputs, `run`'s, and labels of classes."""
+def answers(caller: str, run: Run, model: torch.nn.Module, batch: Batch) -> tuple[Inputs, Pair]:
+    """Return a batch's inputs, and both outputs for them with the labels of classes."""
     inputs, labels = inputs_and_labels(caller, batch)
     expected = output_tensors(run_batch(caller, model, inputs))
     return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
@@ -95,7 +96,7 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
 
 
 def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return which predictions of one output are equal, as a flat tensor over all batches."""
+    """Return a flat mask over all batches: the predictions of one output are equal."""
     if not _has_classes(both[0][0]):
         return close_predictions(both)
     same = [(a.argmax(1) == b.argmax(1)) & a.isfinite().all(1) & b.isfinite().all(1) for a, b in both]
@@ -103,7 +104,7 @@ def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return which predictions have right values: equal integers, or within `TOLERANCE`."""
+    """Return a mask of right predictions: equal integers, or within `TOLERANCE`."""
     first = both[0][0]
     if not first.is_floating_point():
         return torch.cat([(a == b).flatten() for a, b in both])

@@ -47,7 +47,7 @@ def check_exportable(model: nn.Module, caller: str = "export_onnx") -> None:
 
 
 def check_integers(model: nn.Module, caller: str) -> None:
-    """Check that every quantizer is on, calibrated, and has integers of at most 8 bits."""
+    """Check that every quantizer is on, calibrated, and has at most 8 bits."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
@@ -106,7 +106,7 @@ def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
 
 
 def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
-    """Return a tensor to try a quantizer on: its weight, or points on and around its levels."""
+    """Return values to try a quantizer on: its weight, or points around its levels."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer and not isinstance(owner, QuantFunction):
         return owner.channels_first(owner.weight.detach())
@@ -125,7 +125,7 @@ def check_new_file(path: Path, caller: str = "export_onnx") -> None:
 
 
 def frozen_for(caller: str, evaluated: nn.Module, operations: Operations, weights_alone: bool = False) -> nn.Module:
-    """`freeze` an `evaluation_copy`, and refuse in the caller's name what has no integers."""
+    """Freeze an `evaluation_copy`; refuse in the caller's name what has no integers."""
     try:
         return freeze(evaluated, operations, weights_alone=weights_alone)
     except FreezingError as error:
@@ -135,7 +135,7 @@ def frozen_for(caller: str, evaluated: nn.Module, operations: Operations, weight
 def why_not_exported(
     model: nn.Module, example_inputs: Inputs, error: Exception, caller: str = "export_onnx", by: str = "torch.onnx"
 ) -> ValueError:
-    """Explain a failed export: the model does not run with the inputs, or torch's reason."""
+    """Explain a failed export: the model does not run at all, or torch's reason."""
     try:
         with evaluating(model), torch.no_grad():
             call_model(model, example_inputs)
@@ -168,7 +168,7 @@ def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
 
 
 def result_names(exported: torch.export.ExportedProgram) -> list[str]:
-    """Return the path to each tensor of an exported model's result; "output" without one."""
+    """Return the path to each tensor of a model's result; "output" without one."""
     results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
     result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
     paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, fx.Node)]

@@ -1,4 +1,4 @@
-"""`convert`: a prepared model as a plain module of integers, for deployment in torch."""
+"""`convert`: a prepared model as a plain module of integers in torch."""
 
 from typing import Any, Literal, get_args
 
@@ -99,7 +99,7 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
 
 
 class IntegerOperations(Operations):
-    """Arithmetic of evaluation, to the bit; NaN is refused since no integer stands for it."""
+    """Arithmetic of evaluation, to the bit; NaN, which has no integer, is refused."""
 
     sums_integers = True
 

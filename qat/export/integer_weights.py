@@ -47,7 +47,7 @@ class IntegerArrays:
 
 @torch.no_grad()
 def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
-    """Return the integers of every quantized layer as NumPy arrays, as ONNX files hold them.
+    """Return every quantized layer's integers as NumPy arrays, as in ONNX files.
 
     Args:
         model: a prepared and calibrated model, also one that was prepared in parts, or a module of quantized layers

@@ -1,4 +1,4 @@
-"""`explain_differences`: the answers of a file that differ, followed integer by integer."""
+"""`explain_differences`: a file's other answers, followed integer by integer."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qat.contexts import evaluating
-from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, answers, close_predictions, equal_predictions
+from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, Run, answers, close_predictions, equal_predictions
 from qat.export.litert.engines import TorchFile, litert_following
 from qat.export.onnxruntime.session import open_session, run_session
 from qat.export.onnxruntime.verification import LayerComparison
@@ -58,7 +58,7 @@ def explain_differences(
     default_session: bool = False,
     engine: str | None = None,
 ) -> Differences:
-    """Find out why a file's answers are not its model's: near-ties, or another function.
+    """Find out why a file's answers differ: near-ties, or another function.
 
     Two runtimes add float32 numbers in another order. A value that lies on a tie between two integers is then rounded
     up by one and down by the other, and a network may amplify that to another class, or to values that are off by more
@@ -81,7 +81,7 @@ def explain_differences(
         ValueError: if there is no batch, or the file is not the model's.
     """
     given = as_batches(explain_differences, model, batches)
-    run: Callable[[Inputs], list[Tensor]]
+    run: Run
     follow: Follow
     fused: Fused | None = None
     if engine is None:

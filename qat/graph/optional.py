@@ -1,8 +1,7 @@
-"""Arguments that a call may leave out, such as labels: what is computed from them alone is left out with them."""
+"""Arguments that a call may leave out, such as labels, and what needs them."""
 
 import copy
 import operator
-from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -17,27 +16,27 @@ from qat.torch_internals import children_of
 class ByMode(nn.Module):
     """Returns the first of two values in training, the second in evaluation."""
 
-    def forward(self, training: Any, evaluation: Any) -> Any:
-        """The value for the present mode."""
+    def forward(self, training: object, evaluation: object) -> object:
+        """Return the value for the present mode."""
         return training if self.training else evaluation
 
 
 class WhenGiven(nn.Module):
-    """Computes a part of a graph from an argument of the model; None for each of its results where that is left out."""
+    """Computes a part of a graph from an argument; without it, its results are None."""
 
     def __init__(self, part: fx.GraphModule, results: int) -> None:
         super().__init__()
         self.part, self.results = part, results
 
-    def forward(self, given: Tensor | None, *others: Any) -> tuple[Any, ...]:
-        """The results of the part."""
+    def forward(self, given: Tensor | None, *others: object) -> tuple[object, ...]:
+        """Return the results of the part."""
         return (None,) * self.results if given is None else tuple(self.part(given, *others))
 
 
 def leave_out(graph_module: fx.GraphModule, model: nn.Module, examples: Examples) -> None:
-    """Let calls leave out tensors that are optional in forward and that not every result needs, in place.
+    """Let calls leave out optional tensors that not every result needs, in place.
 
-    It is done for an argument if the model does the same: without it, its other results are what they were.
+    This is done for an argument if the model, called without it, returns the same other results.
     """
     for name in [node.target for node in graph_module.graph.find_nodes(op="placeholder") if node.args == (None,)]:
         if not isinstance(examples.get(str(name)), Tensor):
@@ -55,25 +54,24 @@ def leave_out(graph_module: fx.GraphModule, model: nn.Module, examples: Examples
                 delattr(graph_module, added)
 
 
-def _is_end(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether a node only packs results."""
+def _packs_results(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     packs = isinstance(node.target, type) or isinstance(submodule_of(graph_module, node), ByMode)
     return node.op == "output" or packs
 
 
 def _split(graph_module: fx.GraphModule, name: str) -> bool:
-    """Move what depends on an argument into a module of its own; return whether some results do not depend on it."""
+    # Move what depends on an argument into a module of its own; False if every result depends on it.
     graph = graph_module.graph
     argument = next(node for node in graph.find_nodes(op="placeholder") if node.target == name)
     inside: dict[fx.Node, None] = {}
     for node in graph.nodes:
         follows = any(source is argument or source in inside for source in node.all_input_nodes)
-        if follows and node.target not in EXPECTATIONS and not _is_end(node, graph_module):
+        if follows and node.target not in EXPECTATIONS and not _packs_results(node, graph_module):
             inside[node] = None
             module = submodule_of(graph_module, node)
             if module is not None and any(True for _ in module.parameters()):
                 return False
-    ends = [node for node in graph.nodes if _is_end(node, graph_module)]
+    ends = [node for node in graph.nodes if _packs_results(node, graph_module)]
     results = [node for node in inside if any(user not in inside for user in node.users)]
     others = {source for end in ends for source in end.all_input_nodes} - set(inside) - set(ends)
     if not results or not any(node.meta.get(FACTS) for node in others):

@@ -92,7 +92,7 @@ class QuantizedGraph(Edges):
         return Grid(node, scale, zero_point, kind, given.get("axis", 1))
 
     def moves(self, node: NodeProto) -> bool:
-        """Return True if an operator hands its first operand's values on; a linear Resize does not."""
+        """Return True if an operator only hands on values of its first operand."""
         return node.op_type in self.moving and attributes(node).get("mode", b"nearest") == b"nearest"
 
     def origin(self, name: str) -> str:
@@ -102,12 +102,12 @@ class QuantizedGraph(Edges):
         return name
 
     def grid_of(self, name: str) -> Grid | None:
-        """Return the grid of a tensor's values, which may have been moved; None for floats."""
+        """Return the grid of a tensor's values, across moves; None for floats."""
         node = self.maker(self.origin(name), DEQUANTIZE)
         return None if node is None else self.grid(node)
 
     def behind(self, name: str) -> list[NodeProto | None]:
-        """Return the readers of a tensor across moves; None is the user, equal quantizers are one."""
+        """Return a tensor's readers across moves, equal quantizers once; None is the user."""
         found: list[NodeProto | None] = []
         for node in self.read_by.get(name, []):
             for each in self.behind(node.output[0]) if node is not None and self.moves(node) else [node]:
@@ -117,7 +117,7 @@ class QuantizedGraph(Edges):
         return found
 
     def channel_axis(self, layer: NodeProto, weight: Grid) -> int | None:
-        """Return the axis of a stored weight with the output channels; None behind a reshape."""
+        """Return the axis of a weight's output channels; None behind a reshape."""
         rank = len(getattr(self.stored.get(weight.node.input[0]), "shape", "12"))
         turned = attributes(layer).get("transB")
         name, axis = layer.input[1], (0 if turned else LAYERS[layer.op_type]) % rank
@@ -136,7 +136,7 @@ def _is_quantize(node: NodeProto | None) -> TypeGuard[NodeProto]:
 
 
 def facts(found: QuantizedGraph, in_float: frozenset[str]) -> Iterator[Fact]:
-    """Yield all facts; a runtime has no integer kernels for the operations in `in_float`."""
+    """Yield all facts; operations in `in_float` have no integer kernels."""
     for node in found.nodes:
         if node.op_type == QUANTIZE or (node.op_type == DEQUANTIZE and not found.maker(node.input[0], QUANTIZE)):
             yield from _grid(found, found.grid(node), node.input[0] in found.constant)

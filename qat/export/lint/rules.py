@@ -1,4 +1,4 @@
-"""`lint_onnx` and its rules: the severity of a fact for each runtime, and its source."""
+"""`lint_onnx` and its rules: how severe a fact is for each runtime, and sources."""
 
 import os
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Engines for .tflite files: XNNPACK, LiteRT's reference kernels, TensorFlow Lite Micro."""
+"""Engines for .tflite files: XNNPACK, reference kernels, TensorFlow Lite Micro."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ ARENA = 64 * 2**20
 
 
 def open_engine(data: bytes, engine: str, threads: int | None = None) -> Callable[[Sequence[Array]], list[Array]]:
-    """Return a function from inputs to outputs, in the file's layouts; `threads` are LiteRT's."""
+    """Return a function from inputs to outputs, both in the file's layouts."""
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if engine == "micro":

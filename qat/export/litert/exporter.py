@@ -83,7 +83,7 @@ def warn_of_unwritable(model: nn.Module, example_inputs: Inputs) -> None:
 def translated(
     model: nn.Module, example_inputs: Inputs, batch: int = 1, integer_ends: bool = False, four_bits: bool = False
 ) -> Translation:
-    """Return the model as written; a ValueError names all operations that LiteRT cannot take."""
+    """Write a model; a ValueError names all operations that LiteRT cannot take."""
     require_litert("export_litert")
     inside = wrapped(model)
     model = model if inside is None else inside[1]

@@ -36,7 +36,7 @@ LOWEST, HIGHEST = -128, 127
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers low .. high of int8; fewer than 256 end at 127, where int8 saturates.
+    """Integers low .. high of int8; fewer than 256 end at 127, where int8 saturates.
 
     An integer q stands for (q - zero_point) * scale.
     """
@@ -95,7 +95,7 @@ class ModelFile:
     def tensor(
         self, name: str, shape: Sequence[int], kind: str, grid: Grid | None = None, channels: Channels | None = None
     ) -> int:
-        """Add a tensor of the schema's kind, on a grid or one of each channel; return its number."""
+        """Add a tensor, on a grid or on one for each channel, and return its number."""
         if grid is FLOAT:
             kind, grid = "FLOAT32", None
         sizes = tuple(map(int, shape))
@@ -181,7 +181,7 @@ def _in_bytes(model: Any) -> bytes:
 
 
 def require_litert(caller: str) -> None:
-    """Raise an ImportError with the command that installs ai-edge-litert, if it is missing."""
+    """Raise an ImportError that says how to install ai-edge-litert if it is missing."""
     if importlib.util.find_spec("ai_edge_litert") is None:
         raise ImportError(f"{caller}: ai-edge-litert is not installed; pip install ste-qat[litert]")
 

@@ -1,4 +1,4 @@
-"""Facts of a .tflite file for firmware: bytes as C, multipliers of kernels, memory."""
+"""Facts of a .tflite file for firmware: bytes as C, multipliers, memory."""
 
 import csv
 import math
@@ -16,7 +16,7 @@ COLUMNS = ("layer", "operator", "channel", "multiplier", "shift", "input_zero_po
 
 
 def quantized_multiplier(real: float) -> tuple[int, int]:
-    """Return a multiplier of 31 bits and a shift: real = multiplier * 2**(shift - 31), nearly.
+    """Return multiplier (31 bits) and shift: real ~ multiplier * 2**(shift - 31).
 
     >>> quantized_multiplier(0.75), quantized_multiplier(1.0)
     ((1610612736, 0), (1073741824, 1))
@@ -53,7 +53,7 @@ def write_multipliers(data: bytes, path: Path) -> None:
 
 
 def arena_bytes(data: bytes) -> int:
-    """Return the bytes that TensorFlow Lite Micro takes on this machine, with 64-bit pointers."""
+    """Return the bytes that TensorFlow Lite Micro takes here, with 64-bit pointers."""
     made = open_micro(data)
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
@@ -84,7 +84,7 @@ def write_c_array(data: bytes, path: Path) -> str:
 
 
 def vela_estimate(path: Path, accelerator: str) -> dict[str, float]:
-    """Return the cycles of one inference, and kibibytes of SRAM and flash, by Arm's compiler.
+    """Estimate cycles of an inference, and KiB of SRAM and flash, by Arm's compiler.
 
     Raises:
         ValueError: with the compiler's last line, if it fails.

@@ -67,7 +67,7 @@ def leaky_relu(writer: Writer, shape: Shape, x: object, slope: float = 0.01) -> 
 
 
 def unary(kind: str, fixed: tuple[float, int] | None = None, **options: Any) -> Handler:
-    """Return the handler of an activation; `fixed` is the only grid that its kernels have."""
+    """Return the handler of an activation; `fixed` is the only grid of its kernels."""
 
     def handler(writer: Writer, shape: Shape, x: object, *_: object) -> Pending:
         x = writer.coded(x, kind)
@@ -240,7 +240,7 @@ def moved(x: Coded, shape: Sequence[int], writer: Writer) -> Coded:
 
 
 def moving(move: Callable[..., Coded]) -> Handler:
-    """Return a handler that moves integers, or what an operation gives that waits for its grid."""
+    """Return a handler of moves, of integers or of results that wait for a grid."""
 
     def handler(writer: Writer, shape: Shape, x: object, *args: object, **options: object) -> Result:
         if isinstance(x, Pending):
@@ -324,7 +324,7 @@ def rearranged(split: Callable[..., Sequence[int]], order: Sequence[int]) -> Han
 
 
 def resized(kind: str, **options: bool) -> Handler:
-    """Return the handler of RESIZE_NEAREST_NEIGHBOR or RESIZE_BILINEAR, on the grid of x."""
+    """Return the handler of a RESIZE operator, on the grid of x."""
 
     def handler(writer: Writer, shape: Shape, x: object, _: object, *args: Any) -> Coded:
         x, (*corners, factors) = writer.coded(x, "an interpolation"), args
@@ -339,7 +339,7 @@ def resized(kind: str, **options: bool) -> Handler:
 
 
 def of_rows(handler: Callable[..., object], first: Sequence[int | None]) -> Handler:
-    """Return a handler for three axes, from one for images, whose single row it hands over.
+    """Return a handler for three axes that calls one for images with a single row.
 
     `first` are the numbers that stand for that row in the arguments behind x.
     """

@@ -21,7 +21,7 @@ def convolution(
     writer: Writer, shape: Shape, x: object, weight: object, bias: object = None, stride: Sequence[int] = (1, 1),
     padding: Sequence[int] | str = (0, 0), dilation: Sequence[int] = (1, 1), groups: int = 1,
 ) -> Pending:  # fmt: skip
-    """Write CONV_2D, or DEPTHWISE_CONV_2D if every input channel is a group of its own."""
+    """Write CONV_2D, or DEPTHWISE_CONV_2D if every input channel is a group."""
     x, weight, bias = _operands(writer, x, weight, bias)
     channels = x.axes.shape[1]
     depthwise = groups == channels and groups > 1
@@ -51,7 +51,7 @@ def transposed_convolution(
     writer: Writer, shape: Shape, x: object, weight: object, bias: object = None, stride: Sequence[int] = (1, 1),
     padding: Sequence[int] = (0, 0), _: object = None, groups: int = 1, dilation: Sequence[int] = (1, 1),
 ) -> Pending:  # fmt: skip
-    """Write TRANSPOSE_CONV, and a STRIDED_SLICE where torch's margins are not LiteRT's."""
+    """Write TRANSPOSE_CONV, and a STRIDED_SLICE if torch's margins differ."""
     if groups != 1 or any(each != 1 for each in dilation):
         raise UnwritableError("LiteRT's TRANSPOSE_CONV has neither groups nor dilation")
     x, weight, bias = _operands(writer, x, weight, bias)
@@ -74,7 +74,7 @@ def transposed_convolution(
 
 
 def linear(writer: Writer, shape: Shape, x: object, weight: object, bias: object = None) -> Pending:
-    """Write FULLY_CONNECTED; columns for a flattened image are put in the image's order."""
+    """Write FULLY_CONNECTED; columns for a flattened image follow its stored order."""
     x, weight, bias = _operands(writer, x, weight, bias)
     if len(shape) == 4:
         raise UnwritableError("a linear layer over four axes is not written; merge the first ones with a view")
@@ -110,7 +110,7 @@ def padded(
     writer: Writer, x: Coded, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
     dilation: Sequence[int], before: Sequence[int], code: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the images for `out` windows along both axes, and LiteRT's name for their margins.
+    """Return the images for `out` windows along both axes, and LiteRT's padding.
 
     LiteRT's SAME puts the smaller margin first. Where torch's margins differ, a PAD comes before, with the integer
     `code`; None: the one that stands for 0.
@@ -128,7 +128,7 @@ def padded(
 
 
 def pad(writer: Writer, x: Coded, margins: Sequence[tuple[int, int]], code: int | None = None) -> Coded:
-    """Write PAD with the integer of 0, or PADV2; margins are in the order of the stored axes."""
+    """Write PAD with the integer of 0, or PADV2; margins follow the stored axes."""
     tensor, rank = writer.stored(x), len(x.axes.dims)
     sizes = [size + sum(margin) for size, margin in zip(writer.file.shapes[tensor], margins, strict=True)]
     shape = [sizes[layout(rank).index(axis)] for axis in range(rank)]
@@ -179,7 +179,7 @@ def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: 
 
 
 def headroom(weight: Tensor, bias: Tensor) -> int:
-    """Return the largest power of two by which int8 weights and their bias can be multiplied.
+    """Return the largest power of two that int8 weights and bias can be multiplied by.
 
     A sum that is rounded twice, the first time to its unit, then loses nothing the first time.
     """

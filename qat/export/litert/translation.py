@@ -1,4 +1,4 @@
-"""`Translation`: walks a traced graph whose quantization is marked, and writes operators."""
+"""`Translation`: writes a traced graph with marked quantization, node by node."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from qat.torch_internals import NEAREST_EXACT_OPERATORS, UNSAFE_VIEW_OPERATOR, p
 def quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
 ) -> Tensor:
-    """Compute `Operations.quantize`; torch.export records it with the quantizer's name."""
+    """Compute `Operations.quantize`, recorded with the quantizer's name."""
     return Operations().quantize(x, scale, zero_point, None if low is None or high is None else (low, high), name)
 
 
@@ -29,7 +29,7 @@ def quantize(
 def dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
 ) -> Tensor:
-    """Compute `Operations.dequantize`; torch.export records it with the layer's name."""
+    """Compute `Operations.dequantize`, recorded with the layer's name."""
     return Operations().dequantize(codes, scale, zero_point, axis, layer)
 
 

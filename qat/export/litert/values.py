@@ -55,7 +55,7 @@ class Axes:
         return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.dims)
 
     def order(self, axes: Sequence[int]) -> list[int]:
-        """Return the stored axes in the order of these torch axes; sorted if they lie so in memory."""
+        """Return the stored axes of these torch axes; sorted if memory has this order."""
         return [part for axis in axes for part in self.dims[axis]]
 
     def permuted(self, order: Sequence[int]) -> "Axes":
@@ -63,7 +63,7 @@ class Axes:
         return Axes(self.sizes, tuple(self.dims[axis] for axis in order))
 
     def viewed(self, shape: Sequence[int]) -> "Axes | None":
-        """Return the axes after torch.reshape; None if an axis does not split into whole parts."""
+        """Return the axes after torch.reshape; None if an axis cannot be split so."""
         parts = [[size] for size in self.sizes]
         waiting = [(axis, 0) for dim in self.dims for axis in dim]
         found: list[list[tuple[int, int]]] = []
@@ -97,7 +97,7 @@ class Axes:
 
 
 def layout(axes: int) -> tuple[int, ...]:
-    """Return the torch axes in the order of a file: images as NHWC, all else as in torch."""
+    """Return the torch axes in a file's order: images as NHWC, all else as in torch."""
     return (0, 2, 3, 1) if axes == 4 else tuple(range(axes))
 
 
@@ -147,7 +147,7 @@ class Writer:
         self._moved: dict[tuple[int, Axes, Shape, Shape], int] = {}
 
     def stored(self, x: Coded, axes: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> int:
-        """Return the tensor with x's integers in the order of these axes, by default the file's."""
+        """Return the tensor of x in the order of these axes, by default the file's."""
         axes = layout(len(x.axes.dims)) if axes is None else axes
         shape = [x.axes.shape[axis] for axis in axes] if shape is None else shape
         key, order = (x.tensor, x.axes, tuple(axes), tuple(shape)), x.axes.order(axes)
@@ -180,7 +180,7 @@ class Writer:
         self, kind: str, inputs: Sequence[int], shape: Sequence[int], grid: Grid,
         values: tuple[float, float] | None = None, *, fuses: bool = False, **options: Option,
     ) -> Coded:  # fmt: skip
-        """Write one operator with a result of this torch shape on the grid, and its bounds.
+        """Write one operator with a bounded result of this torch shape on the grid.
 
         `values` are the lowest and the highest that an activation lets through; None: the integers are those of inputs
         on the same grid. The operator takes a fused activation if `fuses`; `options` are its others.
@@ -228,7 +228,7 @@ class Writer:
         return x
 
     def requantized(self, x: Coded, grid: Grid, values: tuple[float, float] = ANY, factor: float = 1.0) -> Coded:
-        """Return x times a number on another grid, within these values; unchanged for float32."""
+        """Return x * factor on another grid, within these values; unchanged for float32."""
         if grid is FLOAT:
             return x
         low, high = map(grid.code, values)
@@ -243,7 +243,7 @@ class Writer:
         return self.clipped(Coded(made, x.axes, grid), low, high, (LOWEST, HIGHEST))
 
     def coded(self, x: object, operation: str) -> Coded:
-        """Return an operand as integers; a number or a quantized parameter becomes a constant."""
+        """Return an operand as integers; a number or a parameter becomes a constant."""
         if isinstance(x, (int, float)) and x:
             grid = Grid(abs(float(np.float32(x))) / HIGHEST, 0, LOWEST, HIGHEST)
             return self._constant("number", np.array([HIGHEST if x > 0 else -HIGHEST], np.int8), grid)

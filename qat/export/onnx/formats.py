@@ -1,4 +1,4 @@
-"""Other forms of an exported file: QOperator, QONNX for FPGAs, uint8 pixels as input."""
+"""Other forms of an exported file: QOperator, QONNX for FPGAs, uint8 pixels."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _become_quant(
 
 
 def take_pixels(proto: ModelProto, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
-    """Compute (pixel - 255 * mean) / (255 * std) in front of a model of one image input.
+    """Compute (pixel - 255 * mean) / (255 * std) in front of a model of images.
 
     mean and std are those of pixels in [0, 1]. The file computes in float32 and in the order in which `train.py`
     normalises images, so that every integer behind it is the same.

@@ -28,7 +28,7 @@ class Edges:
         self.read_by, self.stored = readers(graph), stored_arrays(graph)
 
     def maker(self, name: str, *kinds: str) -> NodeProto | None:
-        """Return the operator that makes a tensor if it is of one of these kinds, else None."""
+        """Return the operator that makes a tensor if it is of these kinds, else None."""
         node = self.made.get(name)
         return node if node is not None and node.op_type in kinds else None
 
@@ -39,7 +39,7 @@ class Edges:
         return name
 
     def reader(self, name: str) -> NodeProto | None:
-        """Return the only reader of a tensor; None if there are several, or it is the user."""
+        """Return the only reader of a tensor; None if there are several, or the user."""
         return self.read_by[name][0] if len(self.read_by.get(name, ())) == 1 else None
 
     def pair(self, node: NodeProto) -> list[Array] | None:
@@ -56,14 +56,14 @@ class Edges:
 
 
 def ends_within(limits: Sequence[Array], grid: Sequence[Array]) -> bool:
-    """Return True if all values of an 8-bit grid lie within limits, so that clipping changes none."""
+    """Return True if all values of an 8-bit grid lie within limits."""
     ends = np.iinfo(grid[1].dtype)
     low, high = ((level - grid[1].astype(np.float32).max()) * grid[0].max() for level in (ends.min, ends.max))
     return bool(low >= limits[0] and high <= limits[1])
 
 
 def readers(graph: GraphProto) -> dict[str, list[NodeProto | None]]:
-    """Return the operators that read each tensor, and a None for each output of the graph."""
+    """Return the readers of each tensor, and a None for an output of the graph."""
     found: dict[str, list[NodeProto | None]] = {}
     for node in graph.node:
         for name in node.input:
@@ -74,7 +74,7 @@ def readers(graph: GraphProto) -> dict[str, list[NodeProto | None]]:
 
 
 def stored_arrays(graph: GraphProto) -> dict[str, Array]:
-    """Return the constants by name, small containers also as the 8-bit integers they hold."""
+    """Return the constants by name, small containers also as 8-bit integers."""
     from onnx import helper, numpy_helper
 
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -144,7 +144,7 @@ def unused_name(graph: GraphProto, wanted: str) -> str:
 
 
 def drop_unread(graph: GraphProto) -> None:
-    """Remove operators whose results nothing reads, then initializers that nothing reads."""
+    """Remove operators whose results nothing reads, then unread initializers."""
     read = {output.name for output in graph.output}
     for node in reversed(list(graph.node)):  # operators are sorted: each comes after those that it reads
         if read & set(node.output):

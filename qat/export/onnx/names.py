@@ -1,4 +1,4 @@
-"""Names of the model in an ONNX file, and an initializer for every reader of a weight."""
+"""Names of the model in an ONNX file; an initializer for each reader of a weight."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ CODES, ZERO_POINT = 0, 2
 
 
 def name_quantizers(proto: ModelProto, expected: Mapping[str, tuple[float, ...]]) -> None:
-    """Name every QuantizeLinear and its integers after the quantizer; number more calls.
+    """Name every QuantizeLinear and its integers after the quantizer.
 
-    Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
+    Further calls are numbered. Two quantizers with the same grid on the same tensor become one operator, with the name
+    of one of them.
     """
     read_by = readers(proto.graph)
     seen: Counter[str] = Counter()

@@ -1,6 +1,7 @@
 """Quantization as ONNX operators, which torch.onnx records in frozen modules."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,20 +67,10 @@ class GlobalAveragePool(nn.Module):
 
 
 def _operator(
-    name: str,
-    inputs: tuple[Tensor, ...],
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    opset: int,
-    axis: int | None = None,
-    metadata: dict[str, str] | None = None,
-) -> Tensor:
+    name: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: Sequence[int], opset: int,
+    axis: int | None = None, metadata: dict[str, str] | None = None,
+) -> Tensor:  # fmt: skip
+    attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
     return torch.onnx.ops.symbolic(
-        name,
-        inputs,
-        {} if axis is None else {"axis": axis},
-        dtype=dtype,
-        shape=shape,
-        version=opset,
-        metadata_props=metadata,
+        name, inputs, attributes, dtype=dtype, shape=shape, version=opset, metadata_props=metadata
     )

@@ -61,7 +61,7 @@ def _atan2(y: Any, x: Any) -> Any:
 
 
 def refuse_lost_options(exported: ExportedProgram) -> None:
-    """Refuse options that torch.onnx drops, or that ONNX's operators interpret otherwise."""
+    """Refuse options that torch.onnx drops, or that ONNX interprets otherwise."""
     for node in exported.graph.nodes:
         for name, value in (*zip(argument_names(node.target), node.args, strict=False), *node.kwargs.items()):
             smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
@@ -108,7 +108,7 @@ def fix_sizes(exported: ExportedProgram, proto: ModelProto) -> None:
 
 
 def name_outputs(exported: ExportedProgram, proto: ModelProto) -> None:
-    """Name the outputs by `result_names`, with the prefix "output." where a name is taken."""
+    """Name the outputs by `result_names`, with "output." before a name that is taken."""
     taken = tensor_names(proto.graph) - {end.name for end in proto.graph.output}
     names = result_names(exported)
     rename_inputs_outputs(proto, None, [f"output.{name}" if name in taken else name for name in names])

@@ -72,7 +72,7 @@ def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
 
 
 def saturation_of(graph: GraphProto) -> list[Saturation]:
-    """Find them in a graph of any tool, whose operators have the names of their layers."""
+    """Find them in a graph of any tool; operators have the names of their layers."""
     edges = Edges(graph)
     found: dict[str, list[int]] = {}
     for node in graph.node:
@@ -95,7 +95,7 @@ def saturation_of(graph: GraphProto) -> list[Saturation]:
 
 
 def worst_pair(row: Array, code: int) -> int:
-    """Return the sum of two products that is farthest from 0; of one weight, its product.
+    """Return the sum of two products farthest from 0; of one weight, its product.
 
     Any two weights of a channel count as a pair, not only neighbours: the runtime's packing decides which inputs meet
     in one instruction, and it depends on the kernel. A channel with one weight (a depthwise 1x1 convolution) always

@@ -35,7 +35,7 @@ LEAST_BYTES, PAGE = 1024, 4096
 
 
 def pack_weights(proto: ModelProto, opset: int) -> None:
-    """Store few bits in the opset's smallest container, and Cast them to kernels' 8 bits.
+    """Store few bits in the opset's smallest container, and Cast them to 8 bits.
 
     A runtime computes constants once, when it loads the file: nothing is slower. Read directly by DequantizeLinear,
     4-bit integers would make ONNX Runtime multiply in float. Of 4 bits with all their levels (-8 to 7), a channel that
@@ -80,7 +80,7 @@ def _in_bytes(values: Array, bits: int) -> bytes:
 
 
 def save(proto: ModelProto, path: Path, notes: dict[str, str]) -> None:
-    """Check a model and write it atomically; above 2 GB initializers go to `<file>.data`.
+    """Check and write a model atomically; above 2 GB integers go to `<file>.data`.
 
     Two files cannot be replaced at once. A model of two files is missing for a moment while it is replaced, so that
     nobody reads the old operators with the new integers.

@@ -60,7 +60,7 @@ LEVELS = (np.array(0, np.uint8), np.array(255, np.uint8))
 
 
 class QuantizedReader(NamedTuple):
-    """A QuantizeLinear on one constant grid, and the Clip of its integers if it has one."""
+    """A QuantizeLinear on one constant grid, and the Clip of its integers if any."""
 
     quantizer: NodeProto
     clip: NodeProto | None

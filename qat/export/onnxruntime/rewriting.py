@@ -1,4 +1,4 @@
-"""Changes of a graph for ONNX Runtime's integer kernels: grids stated again, averages."""
+"""Changes of a graph for ONNX Runtime: grids stated again, global averages."""
 
 import operator
 

@@ -140,7 +140,7 @@ def needs_option() -> bool:
 
 @functools.cache
 def multiplies_exactly(with_option: bool) -> bool:
-    """Multiply extreme integers in one row, many rows, a convolution, and one in groups.
+    """Return True if products of extreme integers are exact, of all four kinds.
 
     The session has `EXACT_OPTION` if `with_option`.
     """

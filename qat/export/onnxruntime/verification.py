@@ -67,7 +67,7 @@ def compare_layers(
     *,
     default_session: bool = False,
 ) -> list[LayerDifference]:
-    """Compare every quantizer's integers between ONNX Runtime and torch, layer by layer.
+    """Compare every quantizer's integers in ONNX Runtime and torch, layer by layer.
 
     ONNX Runtime's integers are read at every quantizer. The torch model then computes each next quantizer's integers
     from them, so that a difference is the layer's own and does not come from an earlier one. Reading may keep the
@@ -91,7 +91,7 @@ def compare_layers(
 
 
 class LayerComparison:
-    """A file whose session also gives every quantizer's integers, and a model to follow.
+    """A file whose session also returns every quantizer's integers, and its model.
 
     The arguments are those of `compare_layers`.
     """
@@ -117,7 +117,7 @@ class LayerComparison:
         self.session, _ = self.reading(())
 
     def reading(self, unread: Collection[str]) -> tuple[Any, list[str]]:
-        """Open a session that also returns the integers of all quantizers but these, and list their names."""
+        """Open a session that also returns the integers of all but these quantizers."""
         left_out = {name for path in unread for name in self.calls[path]}
         names, given = [name for name in self.names if name not in left_out], self.proto.graph.output
         del given[len(self.outputs) :]
@@ -146,7 +146,7 @@ class LayerComparison:
         return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
 
     def fused(self, inputs: Inputs, read: list[Tensor]) -> list[LayerDifference]:
-        """Find what is computed otherwise while no integers are read; `read` are the answers."""
+        """Find layers that differ while no integers are read from the answers `read`."""
 
         def differ(unread: Collection[str]) -> bool:
             return any(map(_beyond_rounding, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
