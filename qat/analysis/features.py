@@ -65,7 +65,10 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
 def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
     # The node that holds the output of a part of the model, on its grid if it has one.
     if not name:
-        return _output_of(model)
+        returned = model.graph.output_node().args[0]
+        if not isinstance(returned, fx.Node):
+            raise ValueError(f"feature_extractor: the model returns a {type(returned).__name__}, and '' is one tensor")
+        return returned
     inside = [node for node in model.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     named = [node for node in inside if _is_of(node, name)]
     if not named:
@@ -74,13 +77,6 @@ def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
         raise ValueError(f"feature_extractor: nothing runs in {name!r}; {hint}")
     last: fx.Node = named[-1]
     return next((user for user in last.users if isinstance(submodule_of(model, user), Quantizer)), last)
-
-
-def _output_of(model: fx.GraphModule) -> fx.Node:
-    returned = model.graph.output_node().args[0]
-    if not isinstance(returned, fx.Node):
-        raise ValueError(f"feature_extractor: the model returns a {type(returned).__name__}, and '' is one tensor")
-    return returned
 
 
 def _is_of(node: fx.Node, name: str) -> bool:

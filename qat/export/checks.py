@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.analysis.state import not_finite
-from qat.analysis.table import float_results, said_of
 from qat.collectives import is_sharded
 from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model, described, does_not_run
@@ -64,8 +63,7 @@ def check_integers(model: nn.Module, caller: str) -> None:
                 " model.float() first"
             )
     for name, quantizer in quantizers.items():
-        refusal = quantizer.refusal()
-        if refusal is not None:
+        if (refusal := quantizer.refusal()) is not None:
             raise ValueError(f"{caller}: {name!r} {refusal}")
         if quantizer.is_disabled:
             raise ValueError(
@@ -145,13 +143,6 @@ def why_not_exported(
     while first.__cause__ is not None:
         first = first.__cause__
     return ValueError(f"{caller}: {by} cannot export {type(model).__name__}: {first_line(first)}")
-
-
-def warn_of_float_results(model: nn.Module) -> None:
-    """Warn of user-defined convolutions that the file computes in float."""
-    found = float_results(model)
-    if found:
-        warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=3)
 
 
 def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:

@@ -1,26 +1,26 @@
 """`export_onnx`: a prepared model as an ONNX file with integer initializers."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
+from qat.analysis.table import float_results, said_of
 from qat.contexts import in_full_precision
 from qat.export.checks import (
     check_exportable,
     check_new_file,
     frozen_for,
-    warn_of_float_results,
     warn_of_hooks,
     why_not_exported,
 )
-from qat.export.onnx.formats import take_pixels, to_qonnx, to_qoperator
+from qat.export.onnx.formats import as_json, pack_weights, save, take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
-from qat.export.onnx.saving import as_json, pack_weights, save
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.inputs import Inputs, expect_model
@@ -104,7 +104,8 @@ def export_onnx(
     model = model if inside is None else inside[1]
     check_exportable(model)
     warn_of_hooks(model)
-    warn_of_float_results(model)
+    if found := float_results(model):
+        warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=2)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
     proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
     if format == "qonnx":

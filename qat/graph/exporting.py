@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from qat.contexts import warnings_ignored
@@ -62,14 +62,11 @@ class OutOfPatienceError(Exception):
 
 
 class Outer(nn.Module):
-    """A model as a function from a list of tensors to a tuple of tensors.
-
-    Each call appends the packing of the model's own results to `results`.
-    """
+    """A model as a function from a list of tensors to a tuple of tensors."""
 
     def __init__(self, model: nn.Module, packing: dict[str, Packing], results: list[Packing]) -> None:
         super().__init__()
-        # `results` is a list that is appended to: export restores attributes that forward assigns.
+        # Each call appends the packing of its results: attributes that forward assigns are restored by the export.
         self.model, self.packing, self.results = model, packing, results
 
     def forward(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -201,11 +198,14 @@ def _attempt(
     outer.training = model.training
     if given is not leaves:
         empty_caches(outer.model, lambda count: outer(resized(leaves, count)))
+    axes = {"all": None, "batch": 1, "none": 0}[free]
+    dynamic = [dict.fromkeys([*range(x.dim())][:axes], Dim.AUTO) for x in given]
     until = time.thread_time() + PATIENCE if free == "all" else float("inf")
     opaque = opaque_leaves(outer.model, multi_head_attention)
     captured = torch_as_captured(is_paused)
     with captured, opaque, mode_is_asked(is_paused) as asked, Watching(until), warnings_ignored():
-        exported = exported_program(outer, copied(given), free)
+        with torch.enable_grad(), free_sizes():
+            exported = torch.export.export(outer, (copied(given),), dynamic_shapes=(dynamic,), strict=False)
         recorded: list[LeafCall] = [*calls]
     # Forward may ask for the rank, of which no guard of the export tells.
     ranks = [f"len(s[{number}]) == {x.dim()}" for number, x in enumerate(leaves)]
@@ -214,14 +214,6 @@ def _attempt(
         raise RuntimeError(f"it takes for granted that {broken}")
     graph = Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])
     return Captured(graph, free, bool(asked))
-
-
-def exported_program(outer: nn.Module, leaves: list[Tensor], free: str) -> ExportedProgram:
-    """Export a model that takes a list of tensors."""
-    axes = {"all": None, "batch": 1, "none": 0}[free]
-    dynamic = [dict.fromkeys([*range(x.dim())][:axes], Dim.AUTO) for x in leaves]
-    with torch.enable_grad(), free_sizes():
-        return torch.export.export(outer, (leaves,), dynamic_shapes=(dynamic,), strict=False)
 
 
 def empty_caches(model: nn.Module, run: Callable[[int], object]) -> None:

@@ -57,9 +57,7 @@ def drop_unread(graph: fx.Graph, model: nn.Module, keep_modules: bool = False) -
     memory = Memory(model, graph)
     read: set[fx.Node] = set()
     waiting = [
-        node
-        for node in graph.nodes
-        if _acts_outside(node, model, memory) or (keep_modules and node.op == "call_module")
+        node for node in graph.nodes if _acts(node, model, memory) or (keep_modules and node.op == "call_module")
     ]
     while waiting:
         node = waiting.pop()
@@ -71,7 +69,7 @@ def drop_unread(graph: fx.Graph, model: nn.Module, keep_modules: bool = False) -
             graph.erase_node(node)
 
 
-def _acts_outside(node: fx.Node, model: nn.Module, memory: "Memory") -> bool:
+def _acts(node: fx.Node, model: nn.Module, memory: "Memory") -> bool:  # on something outside the graph
     if written_by(node, model) is not None:
         return memory.is_from_outside(node)
     return node.op != "call_module" and node.is_impure()
@@ -156,10 +154,7 @@ class Memory:
         return [writer for writer in self.writers(node) if not self.is_unseen(writer)]
 
     def is_unseen(self, writer: fx.Node) -> bool:
-        """Return True if no node sees a write.
-
-        No other name of the memory is then read later, or visible outside the graph.
-        """
+        """Return True if no other name of the memory is read later, or seen from outside."""
         now = self.order[writer]
         return not any(
             member.op in ("placeholder", "get_attr") or self.order[member] < now < self._last_read[member]
@@ -177,16 +172,13 @@ class Memory:
 
 
 def mark_later_writes(model: fx.GraphModule) -> None:
-    """Mark tensors that are written later through a view, and these views.
-
-    A quantized copy of one would miss the write.
-    """
+    """Mark tensors that are written later through a view, and these views."""
     memory = Memory(model, model.graph)
     waiting = [target for writer, target in memory.written.items() if not memory.is_unseen(writer)]
     while waiting:
         node = waiting.pop()
         if WRITTEN_LATER not in node.meta:
-            node.meta[WRITTEN_LATER] = True
+            node.meta[WRITTEN_LATER] = True  # a quantized copy would miss the write
             waiting += [] if has_own_memory(node, model) else node.all_input_nodes
 
 

@@ -51,15 +51,12 @@ running: list["LeafCall"] = []
 
 
 class LeafCall:
-    """A call of a leaf: its arguments, those it writes, the packing of its results.
-
-    The target is the name of a module, or a function.
-    """
+    """A call of a leaf: its arguments, those it writes, the packing of its results."""
 
     def __init__(
         self, target: str | Function, run: Function, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        self.target, self.run = target, run
+        self.target, self.run = target, run  # the name of a module, or a function
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         kinds = (Tensor, torch.SymInt)
         self.places = [[i for i, leaf in enumerate(leaves) if isinstance(leaf, kind)] for kind in kinds]
@@ -121,10 +118,7 @@ LAYER_NAME = "qat_layer_name"
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return True if a call stays one node.
-
-    These are torch's own modules but attention, modules with a twin, and those that are kept whole.
-    """
+    """Return True if a call stays one node: torch's modules, and those with a twin."""
     if type(module) in TAKEN_APART or isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward:
         return False
     known = type(module).__name__ in KEPT_WHOLE or isinstance(module, Quantizer) or float_type_of(module) is not None

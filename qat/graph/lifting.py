@@ -221,10 +221,8 @@ class Lifter:
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 part = getattr(module, str(node.target))
-                if isinstance(part, Tensor):
-                    self.known[node] = part
-                else:
-                    self.env[node] = part
+                held = self.known if isinstance(part, Tensor) else self.env  # else the graph of a region
+                held[node] = part
             elif node.op == "call_function":
                 self._call(node)
 
@@ -232,6 +230,7 @@ class Lifter:
         source: Any = node.args[0] if node.args else None
         target: Any = node.target
         name = getattr(target, "__name__", str(target)).removeprefix("aten.").partition(".")[0]
+        drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if name in CHECKS:
             return
         if name in VMAPPED:
@@ -240,7 +239,7 @@ class Lifter:
             self._inline(node, name)
         elif target is LEAF:
             self._call_leaf(node)
-        elif self._is_fixed(node):
+        elif not drawn and all(each in self.known for each in node.all_input_nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: self.known[each])
             self.known[node] = target(*args, **kwargs)
         elif target is operator.getitem and isinstance(self.env.get(source), (list, tuple)):
@@ -265,10 +264,6 @@ class Lifter:
             elif writes_to_first(node.target):
                 written.add(home[node])
         return {node for node in home if node.target is torch.ops.aten.contiguous.default and home[node] in written}
-
-    def _is_fixed(self, node: fx.Node) -> bool:
-        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return not drawn and all(each in self.known for each in node.all_input_nodes)
 
     def _call_operator(self, node: fx.Node) -> None:
         if writes_to_first(node.target):

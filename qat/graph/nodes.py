@@ -1,5 +1,6 @@
 """Nodes of a traced graph: facts, notes, free names, and those without inputs."""
 
+import itertools
 import operator
 import pkgutil
 from collections.abc import Container, Iterable
@@ -120,11 +121,8 @@ def dimensions(node: fx.Node) -> int | None:
 
 def free_name(graph_module: nn.Module, wanted: str) -> str:
     """Return `wanted`, or wanted_1, wanted_2 ... if the name is taken in the model."""
-    candidate, number = wanted, 0
-    while _has(graph_module, candidate):
-        number += 1
-        candidate = f"{wanted}_{number}"
-    return candidate
+    numbered = (f"{wanted}_{number}" if number else wanted for number in itertools.count())
+    return next(name for name in numbered if not _has(graph_module, name))
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -160,10 +158,7 @@ def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
 
 
 def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on no input, layers and quantizers included.
-
-    Swin's position bias is one.
-    """
+    """Return the nodes that depend on no input, layers included: Swin's position bias."""
     fixed: set[fx.Node] = set()
     for node in graph.nodes:
         computed = node.op in ("call_function", "call_method", "call_module") and fixed.issuperset(node.all_input_nodes)

@@ -106,10 +106,7 @@ def _comparable(value: object) -> object:
 
 
 def changed_by_mode(module: nn.Module) -> str | None:
-    """Name an attribute that a module's own `train()` or `eval()` changes, or None.
-
-    The modes do not count, nor what only the first switch changes.
-    """
+    """Name an attribute that a module's own `train()` or `eval()` changes, or None."""
     if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
         return None
     own = copy.deepcopy(module)
@@ -131,12 +128,7 @@ def state_of(module: nn.Module) -> dict[str, object]:
     return {
         f"{path}.{key}".lstrip("."): value
         for path, part in module.named_modules()
-        for key, value in (
-            ("training", part.training),
-            *_own(part).items(),
-            *parameters_of(part).items(),
-            *buffers_of(part).items(),
-        )
+        for key, value in {"training": part.training, **_own(part), **parameters_of(part), **buffers_of(part)}.items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,8 @@ DEAD = 1e-6
 Norm: TypeAlias = Any
 """A BatchNorm with statistics and an affine part, whose tensors torch's types call optional."""
 
-
-class Pair(NamedTuple):
-    """Two layers that follow each other, and the BatchNorm behind the first if any."""
-
-    first: QuantLayer
-    norm: Norm | None
-    second: QuantLayer
+Pair: TypeAlias = tuple[QuantLayer, Norm | None, QuantLayer]
+"""Two layers that follow each other, and between them the BatchNorm of the first if it has one."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class CrossLayerEqualization:
         normed = [each for graph in traced_parts(model).values() for each in _normed(graph).items()]
         for _ in range(self.rounds):
             for pair in pairs:
-                _equalize(pair)
+                _equalize(*pair)
             for layer, norm in normed:
                 if not layer.weight_quantizer.is_frozen:
                     _even_rows(layer, norm)
@@ -113,7 +108,7 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Pair, bool]]:
                 inputs = second.in_channels if isinstance(second, AnyConvolution) else second.in_features
                 alike = first.weight.dim() == second.weight.dim() and len(_outputs(first)) == inputs
                 frozen = first.weight_quantizer.is_frozen or second.weight_quantizer.is_frozen
-                yield Pair(first, norm, second), passes and alike and not frozen
+                yield (first, norm, second), passes and alike and not frozen
 
 
 def _normed(graph: PreparedGraph) -> dict[QuantLayer, Norm]:
@@ -154,8 +149,7 @@ def _even_rows(layer: QuantLayer, norm: Norm) -> None:
     norm.weight *= torch.sqrt(norm.running_var + norm.eps)
 
 
-def _equalize(pair: Pair) -> None:
-    first, norm, second = pair
+def _equalize(first: QuantLayer, norm: Norm | None, second: QuantLayer) -> None:
     rows = second.channels_first(second.weight)
     columns = rows if _is_grouped(second) else rows.transpose(0, 1)
     r1, r2 = _outputs(first).abs().amax(1), columns.flatten(1).abs().amax(1)

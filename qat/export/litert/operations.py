@@ -312,10 +312,7 @@ def splitting(writer: Writer, shapes: Sequence[Shape], x: object, _: object, axi
 
 
 def rearranged(split: Callable[..., Sequence[int]], order: Sequence[int]) -> Handler:
-    """Return a handler that splits, permutes and merges axes.
-
-    `split` takes the sizes of the result and the number of the call.
-    """
+    """Return a handler of axes split by `split(*sizes, number)`, permuted and merged."""
 
     def handler(writer: Writer, shape: Shape, x: object, number: int) -> Result:
         return view(writer, shape, permutation(writer, (), view(writer, split(*shape, number), x), order))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,18 +143,10 @@ def pair(values: Sequence[int]) -> list[int]:
     return list(values) * (2 // len(values))
 
 
-class Operands(NamedTuple):
-    """Operands of a layer."""
-
-    x: Coded
-    weight: Weight
-    bias: Weight
-
-
-def _operands(writer: Writer, x: object, weight: object, bias: object) -> Operands:
+def _operands(writer: Writer, x: object, weight: object, bias: object) -> tuple[Coded, Weight, Weight]:
     if not isinstance(weight, Weight) or not isinstance(bias, Weight):
         raise UnwritableError("it has a weight or a bias that lies on no grid; quantize it with qat.prepare")
-    return Operands(writer.coded(x, "a layer"), weight, bias)
+    return writer.coded(x, "a layer"), weight, bias
 
 
 def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: Weight, grid: Grid) -> list[int]:

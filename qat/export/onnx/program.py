@@ -33,7 +33,9 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> tor
     def run(samples: int) -> torch.onnx.ONNXProgram:
         args, kwargs = _example_arguments(example_inputs, samples)
         kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
-        shapes = _free_batch(args, kwargs) if samples > 1 else None
+        shapes: Any = None
+        if samples > 1:  # every tensor's first axis is free, unless the model computes with its length
+            shapes = tuple(pytree.tree_map(_free_batch, args)) if args else pytree.tree_map(_free_batch, kwargs)
         with quiet_export():
             program = torch.onnx.export(
                 frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False,
@@ -122,13 +124,8 @@ def _fixed(size: int | torch.SymInt, exported: ExportedProgram) -> int | None:
     return int(limits.lower) if limits is not None and limits.lower == limits.upper else None
 
 
-def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Dynamic shapes that let every tensor's first axis have any length, unless the model computes with that length.
-
-    def free(x: Any) -> Any:
-        return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
-
-    return tuple(pytree.tree_map(free, args)) if args else pytree.tree_map(free, kwargs)
+def _free_batch(x: object) -> dict[int, object] | None:
+    return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ table of 256 integers; in front of a float layer it is a pass over the layer's i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -58,13 +58,8 @@ LARGEST_RATIO = 256
 LEVELS = (np.array(0, np.uint8), np.array(255, np.uint8))
 """The lowest and highest integer of uint8."""
 
-
-class QuantizedReader(NamedTuple):
-    """A QuantizeLinear on one constant grid, and the Clip of its integers if any."""
-
-    quantizer: NodeProto
-    clip: NodeProto | None
-    grid: list[Array]
+QuantizedReader: TypeAlias = "tuple[NodeProto, NodeProto | None, list[Array]]"
+"""A QuantizeLinear on one constant grid, the Clip of its integers if it has one, and the grid."""
 
 
 def add_exactly(proto: ModelProto, *, everywhere: bool = False) -> None:
@@ -127,8 +122,8 @@ def _integers_of(node: NodeProto | None, edges: Edges) -> QuantizedReader | None
     if grid is None or any(len(np.unique(part)) != 1 for part in grid):
         return None
     if clip is None or clip.op_type != "Clip":
-        return QuantizedReader(node, None, grid) if grid[1].dtype == np.uint8 else None
-    return QuantizedReader(node, clip, grid) if edges.pair(clip) is not None else None
+        return (node, None, grid) if grid[1].dtype == np.uint8 else None
+    return (node, clip, grid) if edges.pair(clip) is not None else None
 
 
 def _added_clip(graph: GraphProto, quantizer: NodeProto) -> NodeProto:

@@ -115,10 +115,7 @@ def _feed(session: Any, inputs: Inputs) -> dict[str, Array]:
 
 
 def default_is_exact() -> bool:
-    """Return True if a session without options multiplies exactly on this processor.
-
-    The environment variable QAT_PROCESSOR may name another processor than this one.
-    """
+    """Return True if a session without options is exact here, or on QAT_PROCESSOR."""
     asked = processor.asked_for()
     return multiplies_exactly(with_option=False) if asked is None else asked == "vnni"
 
@@ -140,10 +137,7 @@ def needs_option() -> bool:
 
 @functools.cache
 def multiplies_exactly(with_option: bool) -> bool:
-    """Return True if products of extreme integers are exact, of all four kinds.
-
-    The session has `EXACT_OPTION` if `with_option`.
-    """
+    """Return True if a session multiplies extreme integers exactly, in four operators."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
