@@ -57,6 +57,7 @@ def allocate(
     chosen = _solved(
         [losses[layer][choice] for layer, choice in pairs],
         [[float(layer == each) for layer, _ in pairs] for each in losses],
+        # Costs are shares of their budget; 1e-9 covers the rounding of their sum.
         [(row, 1 + 1e-9 if most else 0.0) for row, most in zip(rows, budgets.values(), strict=True)],
     )
     return {layer: choice for (layer, choice), taken in zip(pairs, chosen, strict=True) if taken}

@@ -71,6 +71,7 @@ def cost(model: nn.Module, example_inputs: Inputs) -> list[LayerCost]:
     rows = []
     for layer, (args, kwargs) in calls.items():
         name, *_ = known = names[layer]
+        # torch counts under one of the names of a shared layer.
         counts = (counter.flop_counts.get(".".join(filter(None, (type(model).__name__, each))), {}) for each in known)
         macs = sum(sum(each.values()) for each in counts) // 2
         if macs or isinstance(layer, QuantLayer):

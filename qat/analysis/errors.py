@@ -59,6 +59,7 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
     local: dict[str, Tensor] = {}
     outputs: tuple[dict[str, Tensor], ...] = ({}, {})
     inputs = inputs_and_labels("layer_errors", batch)[0]
+    # Quantizers that are off by themselves stay off in both runs.
     in_use = {each for each in model.modules() if isinstance(each, Quantizer) and not each.passes}
 
     def alone(name: str, layer: QuantLayer, args: Args, kwargs: Kwargs, in_float: Tensor) -> None:
@@ -81,6 +82,7 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
                 if isinstance(result, Tensor):
                     seen["output"] = _sample(result)
     gathered = {name: sqnr(x, outputs[1][name]) for name, x in outputs[0].items() if name in outputs[1]}
+    # One device synchronisation for all layers.
     numbers = torch.stack([*local.values(), *gathered.values()]).tolist() if gathered else []
     alone_db = dict(zip(local, numbers, strict=False))
     return [

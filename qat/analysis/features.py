@@ -45,7 +45,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
             f"feature_extractor: {type(model).__name__} has no one graph; give it a model from qat.prepare, or one of"
             " its parts, see qat.preparation.parts.prepared_parts(model)"
         )
-    model._follow_changes()
+    model._follow_changes()  # modules that were replaced since
     keys = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
     if len({*keys.values()}) < len(keys):
         raise ValueError(f"feature_extractor: several names have one key in {keys}; give each a key of its own")
@@ -72,10 +72,12 @@ def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
     inside = [node for node in model.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     named = [node for node in inside if _is_of(node, name)]
     if not named:
-        known = sorted({str(node.target) for node in inside if node.op == "call_module"} | _scopes(inside))
+        paths = [scope_of(node).split(".") for node in inside]
+        scopes = {".".join(steps[:end]) for steps in paths for end in range(1, len(steps) + 1)} - {""}
+        known = sorted({str(node.target) for node in inside if node.op == "call_module"} | scopes)
         hint = did_you_mean(name, known, count=3) or f"parts are called {', '.join(known[:3])} ..."
         raise ValueError(f"feature_extractor: nothing runs in {name!r}; {hint}")
-    last: fx.Node = named[-1]
+    last: fx.Node = named[-1]  # of a block its last step
     return next((user for user in last.users if isinstance(submodule_of(model, user), Quantizer)), last)
 
 
@@ -86,8 +88,3 @@ def _is_of(node: fx.Node, name: str) -> bool:
     if isinstance(norm, fx.Node):
         paths.append(str(norm.target))
     return any(path == name or path.startswith(f"{name}.") for path in paths)
-
-
-def _scopes(nodes: list[fx.Node]) -> set[str]:
-    paths = {scope_of(node) for node in nodes} - {""}
-    return {".".join(steps[:end]) for steps in (path.split(".") for path in paths) for end in range(1, len(steps) + 1)}

@@ -55,6 +55,7 @@ class GridWeight:
 
 def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight], dict[str, str]]:
     """Return weights on grids of `most_bits` or fewer, each once; reasons of others."""
+    # A view of a parameter, such as a chunk of in_proj_weight, can be written as well.
     owned = {each.untyped_storage().data_ptr() for each in model.parameters() if not is_sharded(each)}
     found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[tuple[int, int], str]()
     for name, each in weights_of(model):

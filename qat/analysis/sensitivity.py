@@ -16,9 +16,7 @@ from qat.switches import named_quantizers, switched
 
 
 def sensitivity(
-    model: nn.Module,
-    evaluate: Callable[[nn.Module], object],
-    progress: Callable[[list[Any]], Iterable[Any]] = iter,
+    model: nn.Module, evaluate: Callable[[nn.Module], object], progress: Callable[[list[Any]], Iterable[Any]] = iter
 ) -> dict[str, Any]:
     """Score a model with one layer alone quantized, and with all but it, by layer.
 
@@ -65,7 +63,7 @@ def sensitivity(
             with switched(every, True), switched(on, False):
                 into[key] = evaluate(model)
     for scores in (row[side] for row in results["layers"] for side in ("only", "all_but")):
-        scores.setdefault("both", next(iter(scores.values())))
+        scores.setdefault("both", next(iter(scores.values())))  # a layer with one part alone
     return results
 
 

@@ -26,6 +26,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def not_finite(model: nn.Module) -> str:
     """Name tensors with NaN or infinity; masks among the buffers may be infinite."""
+    # Attention masks hold minus infinity; running statistics must not.
     masks = {name for name, _ in model.named_buffers() if "running_" not in name}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     wrong = {name: tensor.isnan() if name in masks else ~tensor.isfinite() for name, tensor in state.items()}

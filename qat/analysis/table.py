@@ -211,7 +211,7 @@ def float_results(model: nn.Module) -> list[str]:
     named = [name for name, module in model.named_modules() if name and is_convolution(module)]
     if not named:
         return []
-    own = copy.deepcopy(model)
+    own = copy.deepcopy(model)  # tracing and its changes are not the user's
     try:
         graph_module = fx.GraphModule(own, _Calls().trace(own))
     except Exception:  # of user code that torch.fx cannot trace

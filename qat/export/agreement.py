@@ -79,6 +79,7 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
     for expected, got, _ in pairs:
         if [tuple(x.shape) for x in expected] != [tuple(x.shape) for x in got]:
             raise ValueError("verify_onnx: the file's outputs have other shapes than the model's; was it made from it?")
+    # Per output the pairs of all batches, in place of per batch the pairs of all outputs.
     outputs = zip(*(list(zip(expected, got, strict=True)) for expected, got, _ in pairs), strict=True)
     compared = [held for both in outputs if (held := [(a, b) for a, b in both if a.numel()])]
     if not compared:

@@ -162,6 +162,7 @@ def result_names(exported: torch.export.ExportedProgram) -> list[str]:
     """Return the path to each tensor of a model's result; "output" without one."""
     results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
     result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
+    # Constants in a result (None, numbers) are no outputs of a file.
     paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, fx.Node)]
     steps = [re.findall(r"[^\[\]'.]+", pytree.keystr(path)) for path in paths]
     return [".".join(["output"] * (not parts or parts[0].isdigit()) + parts) for parts in steps]

@@ -42,7 +42,7 @@ class IntegerModel(nn.Module):
     def __init__(self, graph_module: nn.Module, execution: Execution) -> None:
         super().__init__()
         self.graph_module, self.execution = graph_module, execution
-        self.eval()
+        self.eval()  # there is nothing to train
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the prepared model returns in evaluation."""
@@ -246,7 +246,7 @@ def _of_layer(layer: FrozenLayer) -> IntegerArrays:
     if not layer.input_qparams:
         return IntegerArrays(*map(_array, (weight, layer.weight_scale, layer.weight_zero_point)))
     scales, zero_points = zip(*layer.input_qparams, strict=True)
-    several = len(scales) > 1
+    several = len(scales) > 1  # of a bilinear layer
     return IntegerArrays(
         weight=_array(weight),
         scale=_array(layer.weight_scale),

@@ -21,8 +21,7 @@ from qat.export.onnx.formats import as_json, pack_weights, save, take_pixels, to
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
-from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
-from qat.export.onnxruntime.rewriting import rewrite_for_runtime
+from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips, rewrite_for_runtime
 from qat.inputs import Inputs, expect_model
 from qat.integers.evaluation import drop_defaults, evaluation_copy
 from qat.integers.freezing import frozen_grids
@@ -108,7 +107,7 @@ def export_onnx(
         warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=2)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
     proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
-    if format == "qonnx":
+    if format == "qonnx":  # its runtimes compute in float: the changes for ONNX Runtime's kernels are not needed
         to_qonnx(proto)
     else:
         add_exactly(proto, everywhere=exact_sums)
@@ -139,7 +138,7 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     refuse_lost_options(exported)
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
-    own_initializers(proto)
+    own_initializers(proto)  # after the names: copies get numbers behind them
     fix_sizes(exported, proto)
     name_outputs(exported, proto)
     return proto

@@ -90,6 +90,7 @@ def explain_differences(
         follow, fused = comparison.follow, comparison.fused
     else:
         run, follow = TorchFile(Path(path).read_bytes(), engine), litert_following(path, model, engine)
+    # Engines of .tflite files round in fixed point: one level off is no other function.
     answer, levels = partial(answers, "explain_differences", run, model), None if engine is None else 1
     with evaluating(model), torch.no_grad():
         return explained(given, answer, follow, enough, levels, fused)
@@ -132,6 +133,7 @@ def explained(
     if counts is None:
         raise ValueError("explain_differences: batches is empty; at least one batch is needed to compare anything")
     rows = counts.tolist()
+    # The output that differs most stands for all.
     predictions, differing, unexplained = max(rows, key=lambda row: (row[2] / row[0], row[1] / row[0]))
     return Differences(predictions, differing, unexplained, layers)
 

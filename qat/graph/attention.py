@@ -21,7 +21,7 @@ def scaled_dot_product_attention(
 
     Shapes: query (..., L, E), key (..., S, E), value (..., S, Ev), attn_mask broadcastable to (..., L, S).
     """
-    if enable_gqa:
+    if enable_gqa:  # fewer heads of keys and values: each serves a group of queries
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     mask = None

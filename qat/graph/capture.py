@@ -28,6 +28,7 @@ DRAWS = "forward draws from Python's or numpy's random numbers, which a graph do
 
 def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
     """Refuse modules whose behavior a graph would lose, and names that it cannot use."""
+    # A graph module has methods that a plain module lacks, such as `graph` and `recompile`.
     taken = {*dir(graph_class(nn.Module(), fx.Graph())), "self"} - set(dir(nn.Module()))
     words = {word for word in taken if word in {**children_of(model), **parameters_of(model), **buffers_of(model)}}
     paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
@@ -74,7 +75,7 @@ def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> 
 class _Noting(fx.Interpreter):
     def __init__(self, model: nn.Module, graph: fx.Graph, examples: Examples) -> None:
         super().__init__(fx.GraphModule(model, graph))
-        self.extra_traceback = False
+        self.extra_traceback = False  # an error is one sentence
         self.examples = copied(examples)
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> Any:
@@ -102,7 +103,7 @@ def check_answer(
             answer = call_with(model, examples)
             return answer, python_state() != before
 
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers())  # of now: a buffer that is another object later was assigned
     with restoring_state(model) as changes:
         expected, draws_again = run()
         assigned = [
@@ -156,7 +157,7 @@ def _called_in_evaluation(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
     with ExitStack() as hooks:
         for module in {model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}:
             hooks.callback(module.register_forward_pre_hook(before).remove)
-            hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+            hooks.callback(module.register_forward_hook(after, always_call=True).remove)  # after errors too
         yield
 
 

@@ -42,7 +42,6 @@ GRADIENTS = frozenset((
 OUTSIDE = frozenset(("numpy", "__array__", "__dlpack__"))
 """Methods that take a tensor's values out of torch."""
 
-
 ATTENTION = F.scaled_dot_product_attention
 
 BY_VALUES = "the way through it depends on the values of a tensor ({}); torch.where(condition, a, b) takes both ways"
@@ -97,7 +96,7 @@ class Watching(TorchFunctionMode):
             )
         if function is Tensor.contiguous:  # the method records no call if a tensor without values has that layout
             function = torch.ops.aten.contiguous.default
-        if function is ATTENTION:
+        if function is ATTENTION:  # matrix products of their own can get grids
             return scaled_dot_product_attention(*args, **(kwargs or {}))
         try:
             return function(*args, **(kwargs or {}))
@@ -174,14 +173,14 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Ca
         try:
             return _attempt(model, examples, packing, leaves, given, free)
         except OutOfPatienceError:
-            continue
+            continue  # with fewer free sizes it is faster
         except Exception as error:
             if depends_on_values(error):
                 place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
                 raise CaptureError(f"{kind} cannot be captured: {BY_VALUES.format(place)}") from error
             if isinstance(error, CaptureError):
                 raise CaptureError(f"{kind} cannot be captured: {error}") from error
-            first = first or error
+            first = first or error  # of the attempt that fixed least
     assert first is not None
     if "fake tensor" in str(first).lower():  # what torch.export calls its stand-ins for tensors
         raise CaptureError(f"{kind} cannot be captured: forward makes a tensor in a way that is not recorded")
@@ -194,7 +193,7 @@ def _attempt(
 ) -> Captured:  # fmt: skip
     shared = {id(parameter): parameter for parameter in model.parameters()}
     results: list[Packing] = []
-    outer = Outer(copy.deepcopy(model, shared), packing, results)
+    outer = Outer(copy.deepcopy(model, shared), packing, results)  # its buffers and attributes are copies
     outer.training = model.training
     if given is not leaves:
         empty_caches(outer.model, lambda count: outer(resized(leaves, count)))

@@ -124,6 +124,7 @@ class Memory:
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
+        # -1: read by no node, and so before every write
         self._last_read = {node: max(map(self.order.__getitem__, node.users), default=-1) for node in self.order}
         self._home: dict[fx.Node, list[fx.Node]] = {node: [node] for node in self.order}
         targets = {node: written_by(node, model) for node in self.order}
@@ -216,4 +217,5 @@ def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
     name = getattr(node.target, "__name__", node.target)
     home = str(getattr(node.target, "__module__", None)).partition(".")[0]
     of_torch = isinstance(node.target, type(torch.add)) or home in ("torch", "_operator", "builtins")
+    # A user's function may bear one of these names.
     return (node.op == "call_method" or of_torch) and name in OWN_MEMORY

@@ -36,7 +36,7 @@ KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d", "SyncBatchNorm", "CUDASync
 library: Any = torch.library.Library("qat", "FRAGMENT")  # type: ignore[no-untyped-call]
 library.define("leaf(int number, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
 LEAF = torch.ops.qat.leaf.default
-fx.node.has_side_effect(LEAF)
+fx.node.has_side_effect(LEAF)  # an export would drop calls whose results nothing reads
 
 Function = Callable[..., object]
 
@@ -148,7 +148,7 @@ def opaque_leaves(model: nn.Module, attention: Callable[..., object]) -> Iterato
     inside = ""
     for name, module in model.named_modules():
         if not name or (inside and name.startswith(inside)):
-            continue
+            continue  # of a leaf nothing inside is called by the graph
         if is_leaf(module):
             inside = f"{name}."
             # torch.export hands out stand-ins of modules that share their attributes: so it is an attribute.

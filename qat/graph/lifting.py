@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.node import Argument
 
 from qat.graph.leaves import LEAF, TENSOR, LeafCall
 from qat.graph.operators import CHECKS, SAME, VMAPPED, called
@@ -79,6 +80,7 @@ def unpacked(value: Packing, filled: Callable[[int], object], made: Callable[...
     if isinstance(value, Record):
         values = {name: unpacked(each, filled, made) for name, each in value.values.items()}
         if is_dataclass(value.kind):
+            # A field that is None is left out, as ModelOutputs want it.
             return made(value.kind, (), {name: each for name, each in values.items() if each is not None})
         return made(value.kind, tuple(values.values()), {})
     if type(value) in (list, tuple):
@@ -147,7 +149,7 @@ class Lifter:
         self, inputs: list[fx.Node | None], examples: Examples, packing: dict[str, Packing], conditions: Sequence[str]
     ) -> None:
         parameters = inspect.signature(self.model.forward).parameters.values()
-        defaults: dict[str, Any] = {
+        defaults: dict[str, object] = {
             each.name: each.default for each in parameters if each.kind not in OPEN or each.name in examples
         }
         stars = {each.name: "*" for each in parameters if each.kind is each.VAR_POSITIONAL and each.name in examples}
@@ -184,7 +186,7 @@ class Lifter:
             names = tuple(name for *_, name in sorted(read, key=lambda each: each[0]))
             self.graph.call_function(expect_sizes, (tensors, names, tuple(conditions)))
 
-    def _value(self, argument: fx.node.Argument) -> Any:
+    def _value(self, argument: Argument) -> Any:
         return fx.node.map_arg(argument, self._node)
 
     def _node(self, node: fx.Node) -> Packing:
@@ -211,6 +213,7 @@ class Lifter:
         return name
 
     def _describe(self, mine: fx.Node, node: fx.Node) -> fx.Node:
+        # torch.export calls the second call of a module "name@1".
         stack = {key: (str(path).split("@")[0].removeprefix(self.prefix[:-1]).removeprefix("."), kind)
                  for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items()}  # fmt: skip
         mine.meta["nn_module_stack"] = stack
@@ -244,7 +247,7 @@ class Lifter:
             self.known[node] = target(*args, **kwargs)
         elif target is operator.getitem and isinstance(self.env.get(source), (list, tuple)):
             self.env[node] = self.env[source][node.args[1]]
-        elif name in SAME and node not in self.apart:
+        elif name in SAME and node not in self.apart:  # the two tensors need not differ
             self.env[node] = self._node(source)
         elif any(isinstance(self.env.get(each), fx.GraphModule) for each in node.all_input_nodes):
             raise CaptureError(f"forward calls {name}, which a graph of torch.fx does not keep")
@@ -285,9 +288,9 @@ class Lifter:
     def _cut(self, mine: fx.Node, value: object) -> fx.Node:
         return self.graph.call_method("detach", (mine,)) if self.detached and isinstance(value, Tensor) else mine
 
-    def _rename(self, source: Any, mine: fx.Node) -> None:
+    def _rename(self, source: Argument, mine: fx.Node) -> None:
         # After a write, the tensor's name stands for the result: the graph reads as if nothing were written.
-        old = self._node(source)
+        old = self._value(source)
         for key, value in self.env.items():
             if value is old:
                 self.env[key] = mine
@@ -304,14 +307,14 @@ class Lifter:
         inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
         for inner, outer in zip(inputs, node.args[place + 1 :], strict=True):
             self.env[inner] = self._value(outer)
-        detached, self.detached = self.detached, by_grad and not node.args[0]
+        detached, self.detached = self.detached, by_grad and not node.args[0]  # regions nest
         self._body(part)
         self.detached = detached
         self.env[node] = tuple(self._value(list(part.graph.output_node().args[0])))
 
-    def _copy_constant(self, node: Any) -> None:
+    def _copy_constant(self, node: Argument) -> None:
         # It is about to be written, and each call starts from the constant that forward makes.
-        if node in self.known:
+        if isinstance(node, fx.Node) and node in self.known:
             self.env[node] = self.graph.call_method("clone", (self._node(node),))
             del self.known[node]
 

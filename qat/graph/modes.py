@@ -138,7 +138,7 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
         known = {each: attached.get(counterparts[each], counterparts[each]) for each in node.all_input_nodes}
         candidates = same.get(_what(node, known), [])
         if candidates:
-            counterparts[node] = candidates.pop(0)
+            counterparts[node] = candidates.pop(0)  # calls that repeat are matched in their order
             continue
         if node.target == "detach":
             counterparts[node] = counterparts[node.args[0]]
@@ -312,7 +312,7 @@ def leave_out(graph_module: fx.GraphModule, model: nn.Module, examples: Examples
                 with evaluating(model):
                     for given in (fewer, examples):  # the last notes the facts
                         check_answer(model, given, graph_module.graph, owner=graph_module)
-        except Exception:  # forward needs it
+        except Exception:  # forward needs the argument
             graph_module.graph = graph
             for added in children_of(graph_module).keys() - kept:
                 delattr(graph_module, added)
@@ -334,7 +334,7 @@ def _split(graph_module: fx.GraphModule, name: str) -> bool:
             inside[node] = None
             module = submodule_of(graph_module, node)
             if module is not None and any(True for _ in module.parameters()):
-                return False
+                return False  # a layer has to be in the graph itself, to be quantized
     ends = [node for node in graph.nodes if _packs_results(node, graph_module)]
     results = [node for node in inside if any(user not in inside for user in node.users)]
     others = {source for end in ends for source in end.all_input_nodes} - set(inside) - set(ends)

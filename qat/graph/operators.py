@@ -87,7 +87,7 @@ def called(node: fx.Node, args: Args, kwargs: Kwargs) -> Call:
         return "call_method", "size", args, kwargs
     if name in ("slice", "select", "index"):
         return _indexed(node, name, args, kwargs)
-    if name in ORDER:
+    if name in ORDER:  # by name, since the function has another order
         return "call_function", getattr(F, name), tuple(given.get(key) for key in ORDER[name] if key in given), {}
     if "upsample" in name and overload == "vec":
         return _resized(name.rstrip("123d") if not name.endswith("_aa") else name.replace("2d", ""), given)
@@ -107,7 +107,7 @@ def called(node: fx.Node, args: Args, kwargs: Kwargs) -> Call:
 def _found(name: str, node: fx.Node, args: Args, kwargs: Kwargs) -> Call:
     if name in RENAMED:
         return "call_function", RENAMED[name], args, kwargs
-    if name == "feature_dropout":
+    if name == "feature_dropout":  # one operator for three functions, told apart by the axes
         return "call_function", {4: F.dropout2d, 5: F.dropout3d}.get(node.meta["val"].dim(), F.dropout1d), args, kwargs
     if name in OF_F:
         return "call_function", getattr(F, name), args, kwargs
@@ -134,7 +134,7 @@ def _indexed(node: fx.Node, name: str, args: Args, kwargs: Kwargs) -> Call:
     if name == "select" and "getitem__" not in str(node.meta.get("torch_fn", "")):
         return "call_function", torch.select, args, kwargs
     if name == "index":
-        index = tuple(slice(None) if each is None else each for each in args[1])
+        index = tuple(slice(None) if each is None else each for each in args[1])  # None: the whole axis
         return "call_function", operator.getitem, (args[0], index if len(index) > 1 else index[0]), {}
     axis, *bounds = args[1:]
     where = bounds[0] if name == "select" else _part(*bounds)

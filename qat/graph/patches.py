@@ -101,7 +101,7 @@ def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
         try:
             yield asked
         finally:
-            del nn.Module.training
+            del nn.Module.training  # instances have attributes of their own again
 
 
 def _free_length(original: Callable[[Sized], int]) -> Callable[[Sized], int]:

@@ -31,7 +31,7 @@ def rewinding() -> Iterator[Callable[[], None]]:
 
     def rewind() -> None:
         for read, write, state in states:
-            if pickle.dumps(read()) != pickle.dumps(state):
+            if pickle.dumps(read()) != pickle.dumps(state):  # states hold arrays, which == compares one by one
                 write(state)
 
     try:

@@ -60,7 +60,7 @@ def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
                     del module.__dict__[key]
             module.__dict__.update(noted)
         for hooks, registered in hooked:
-            hooks.clear()
+            hooks.clear()  # in place: torch keeps references to these dicts
             hooks.update(registered)
         with torch.no_grad():
             for buffer, version, value in buffers:
@@ -97,7 +97,7 @@ def _comparable(value: object) -> object:
     if type(value) in PLAIN:
         return (value,)
     if isinstance(value, GENERATORS):
-        return pickle.dumps(value)
+        return pickle.dumps(value)  # a draw changes what is inside
     if type(value) in (list, tuple, dict):
         leaves, shape = pytree.tree_flatten(value)
         if all(type(leaf) in PLAIN for leaf in leaves):

@@ -22,6 +22,7 @@ def _checker(conditions: tuple[str, ...]) -> Callable[[Shapes], bool]:
 def first_broken(conditions: Sequence[str], tensors: Sequence[Tensor | None]) -> str | None:
     """Return the first condition that these shapes do not meet; None if they meet all."""
     shapes = [None if x is None else tuple(x.shape) for x in tensors]
+    # Conditions on an input that was left out cannot be checked.
     for left_out in [f"s[{number}]" for number, shape in enumerate(shapes) if shape is None]:
         conditions = [each for each in conditions if left_out not in each]
     if not conditions or _checker(tuple(conditions))(shapes):

@@ -153,9 +153,10 @@ def _equalize(first: QuantLayer, norm: Norm | None, second: QuantLayer) -> None:
     rows = second.channels_first(second.weight)
     columns = rows if _is_grouped(second) else rows.transpose(0, 1)
     r1, r2 = _outputs(first).abs().amax(1), columns.flatten(1).abs().amax(1)
+    # A dead channel has no range to even.
     alive = (r1 > DEAD * r1.max()) & (r2 > DEAD * r2.max())
     s = torch.where(alive, torch.sqrt(r1 / r2) if norm is None else r2.max() / r2, 1.0)
-    if norm is None and first.bias is not None:
+    if norm is None and first.bias is not None:  # a bias that grows would widen the activation's range
         bias = first.bias.abs()
         reach = (bias + 3 * _outputs(first).norm(dim=1)).max()
         s = s.maximum(bias / reach.clamp_min(torch.finfo(bias.dtype).tiny))

@@ -37,7 +37,6 @@ WARM_UP, BETAS = 0.2, (20.0, 2.0)
 
 NOT_OWN = "since no graph calls them, once, with a weight of their own"
 
-
 STRETCH = 0.1
 """The sigmoid is stretched by so much beyond 0 and 1 and clipped there, so that both are reached (zeta = 1.1,
 gamma = -0.1 in the paper)."""
@@ -71,7 +70,7 @@ class SoftRounding(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("floor", torch.floor(rows / scale))
         self.register_buffer("nearest", quantizer.compute_codes(rows).detach() - zero_point)
-        rest = rows / scale - self.floor
+        rest = rows / scale - self.floor  # h at first, of which v is the inverse
         self.v = nn.Parameter(-torch.log((1 + 2 * STRETCH) / (rest + STRETCH) - 1))
 
     @staticmethod
@@ -202,7 +201,7 @@ class AdaRound:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
                 optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # the scales belong to the model
 
 
 @dataclass(frozen=True)

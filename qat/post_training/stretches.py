@@ -147,7 +147,7 @@ def stretches(model: nn.Module, original: nn.Module, batches: Iterable[Batch], i
             for starts, end in _cuts(graph) if on_grids else ():
                 stretch = Stretch(graph, plain, starts, end, on_grids, in_float)
                 yield stretch
-                on_grids = [(value,) for value in stretch.results()]
+                on_grids = [(value,) for value in stretch.results()]  # of layers as they are now
                 in_float = [(value,) for value in stretch.targets()]
 
 

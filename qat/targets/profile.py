@@ -116,7 +116,7 @@ class TargetProfile:
             fix = f"at most {limits.most_bits} bits"
             return self._sentence(f"{one} of {spec.bits} bits", f"{tensor}.most_bits", fix)
         if spec.qmin < limits.lowest:
-            mirrored = replace(spec, narrow_range=True).qmin >= limits.lowest
+            mirrored = replace(spec, narrow_range=True).qmin >= limits.lowest  # -127 is low enough
             fix = "narrow_range=True" if mirrored else f"max_magnitude={-limits.lowest}"
             return self._sentence(f"{one} down to {spec.qmin}", f"{tensor}.lowest", fix)
         return None

@@ -88,11 +88,12 @@ class QuantizedGraph(Edges):
         else:
             kind = helper.tensor_dtype_to_np_dtype(given.get("output_dtype", 0) or TensorProto.UINT8).name
         if len(node.input) < 3 or not node.input[2]:
-            zero_point = np.zeros(1)
+            zero_point = np.zeros(1)  # ONNX's default
         return Grid(node, scale, zero_point, kind, given.get("axis", 1))
 
     def moves(self, node: NodeProto) -> bool:
         """Return True if an operator only hands on values of its first operand."""
+        # A linear Resize computes new values.
         return node.op_type in self.moving and attributes(node).get("mode", b"nearest") == b"nearest"
 
     def origin(self, name: str) -> str:

@@ -90,7 +90,7 @@ class TorchFile:
         wanted = [tuple(map(int, each.shape)) for each in self._read.inputs]
         got = [tuple(each.shape) for each in tensors]
         given = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=False)]
-        batch = wanted[0][0]
+        batch = wanted[0][0]  # a file takes batches of one size: more samples run in pieces
         if len(got) != len(wanted) or any(a.shape[1:] != b[1:] for a, b in zip(given, wanted, strict=True)):
             raise ValueError(f"the .tflite file stores inputs of the shapes {wanted}, got tensors of {got}")
         parts = [self._run([each[start : start + batch] for each in given]) for start in range(0, len(given[0]), batch)]

@@ -51,7 +51,7 @@ class Grid:
         """Return the grid of a frozen quantizer, whatever type its integers are stored in."""
         limits = torch.iinfo(zero_point.dtype)
         first, last = (limits.min, limits.max) if low is None or high is None else (int(low), int(high))
-        shift = HIGHEST - last
+        shift = HIGHEST - last  # from uint8, or from fewer bits that end below 127
         return cls(float(scale), int(zero_point) + shift, first + shift, HIGHEST)
 
     def code(self, value: float) -> int:
@@ -88,7 +88,7 @@ class ModelFile:
         self._options = {name.upper(): name for name in vars(schema.BuiltinOptions)}
         self.tensors: list[Any] = []
         self._graph = schema.SubGraphT(name="main", tensors=self.tensors, operators=[])
-        self._buffers: list[Any] = [schema.BufferT()]
+        self._buffers: list[Any] = [schema.BufferT()]  # the schema reserves the first, for tensors without values
         self._codes: dict[str, int] = {}
         self._constants: dict[tuple[object, ...], int] = {}
 
@@ -145,6 +145,7 @@ class ModelFile:
         self._graph.inputs, self._graph.outputs = [*inputs.values()], [*outputs.values()]
         ends = ([schema.TensorMapT(*each) for each in named.items()] for named in (inputs, outputs))
         most, numbers = builtin.PLACEHOLDER_FOR_GREATER_OP_CODES, {each: getattr(builtin, each) for each in self._codes}
+        # Old readers know the first 127 operators, in a field of 8 bits.
         codes = [schema.OperatorCodeT(min(n, most), None, VERSIONS.get(each, 2), n) for each, n in numbers.items()]
         texts = {key: np.frombuffer(json.dumps(value).encode(), np.uint8) for key, value in notes.items()}
         noted = [schema.MetadataT(key, self._buffer(text)) for key, text in texts.items()]

@@ -160,7 +160,7 @@ def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: 
         return [writer.file.constant(key, np.ascontiguousarray(each.numpy())) for key, each in named.items()]
     values: Array = np.ascontiguousarray(codes.numpy().astype(np.int8))
     packed = writer.four_bits and bool(values.min() >= LOWEST // 16 and values.max() < -LOWEST // 16)
-    factor = 1 if packed else headroom(codes, sums)
+    factor = 1 if packed else headroom(codes, sums)  # 4 bits have no room
     channels = ((scales / factor).expand(codes.shape[axis]).tolist(), axis)
     steps, wide = (bias.scale.reshape(-1) / factor).tolist(), (sums * factor).numpy().astype(np.int32)
     return [

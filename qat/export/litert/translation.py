@@ -137,7 +137,7 @@ class Translation(fx.Interpreter):
         self.inputs: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
         self.refused: dict[str, str] = {}  # module or call to the reason why it cannot be written
-        self._named: set[int] = set()
+        self._named: set[int] = set()  # tensors that have a quantizer's name: two equal quantizers share one
         self._result_names = result_names(program)
         self.run(enable_io_processing=False)
         ends = [node for node in self.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)]
@@ -165,7 +165,7 @@ class Translation(fx.Interpreter):
         if node.target is torch.ops.qat.litert_quantize.default:
             return self._quantized(*args)
         if node.target is torch.ops.qat.litert_dequantize.default:
-            return args[0] if isinstance(args[0], Coded) else Weight(*args)
+            return args[0] if isinstance(args[0], Coded) else Weight(*args)  # else the integers are constants
         read = pytree.tree_leaves((args, options))
         if not any(isinstance(each, (Coded, Pending, Weight)) for each in read):
             assert callable(node.target)

@@ -136,7 +136,7 @@ def _matrix_product(graph: GraphProto, node: NodeProto, edges: Edges) -> None:
     second = other or weight
     assert second is not None
     codes, zeros = second.input[0], [x.input[2], *(second.input[2:3] if other is not None else ())]
-    if other is None:
+    if other is None:  # a stored weight: MatMulInteger has no transposition
         array: Array = edges.stored[codes]
         codes = unused_name(graph, f"{codes}.columns")  # one for each product, as in `own_initializers`
         store(graph, codes, np.ascontiguousarray(array.T if turned else array))
@@ -184,7 +184,7 @@ def _quantizer_as_quant(graph: GraphProto, node: NodeProto, edges: Edges) -> Non
     low, high = (ends.min, ends.max) if clip is None else (int(edges.stored[name]) for name in clip.input[1:3])
     bits = (high - low).bit_length()
     narrow = high - low == 2**bits - 2 and bits > 1
-    if high - low != 2**bits - 1 - narrow:
+    if high - low != 2**bits - 1 - narrow:  # max_magnitude, for example
         raise ValueError(
             f"export_onnx: {quantizer.name!r} has the integers {low} to {high}; QONNX has whole bits alone"
         )
@@ -211,6 +211,7 @@ def _constant_as_quant(graph: GraphProto, node: NodeProto, stored: dict[str, Arr
         _become_quant(graph, node, x, {"scale": scale})
         return
     low, high, signed = int(integers.min()), int(integers.max()), integers.dtype == np.int8
+    # One bit is a BipolarQuant's.
     bits = max(2, signed + max(high.bit_length(), (-low - 1).bit_length() if low < 0 else 0))
     narrow = signed and low > -(2 ** (bits - 1))
     numbers = {"scale": scale, "zeropt": zero, "bitwidth": bits}
@@ -335,6 +336,7 @@ def save(proto: ModelProto, path: Path, notes: dict[str, str]) -> None:
     from onnx.external_data_helper import set_external_data
 
     onnx.helper.set_model_props(proto, notes)
+    # The opset of few bits needs a newer version of the format than torch.onnx writes.
     needed = onnx.helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
     proto.ir_version = max(proto.ir_version, needed)
     large = [tensor for tensor in proto.graph.initializer if len(tensor.raw_data) >= LEAST_BYTES]

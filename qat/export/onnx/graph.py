@@ -78,7 +78,7 @@ def stored_arrays(graph: GraphProto) -> dict[str, Array]:
     from onnx import helper, numpy_helper
 
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    for node in graph.node:
+    for node in graph.node:  # other tools store constants in operators, and share them through Identity
         values = attributes(node)
         if node.op_type == "Constant" and "value" in values:
             stored[node.output[0]] = numpy_helper.to_array(values["value"])

@@ -14,7 +14,6 @@ from qat.integers.evaluation import numbered
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
 
-
 CODES, ZERO_POINT = 0, 2
 """Operands of DequantizeLinear."""
 

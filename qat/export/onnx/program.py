@@ -66,6 +66,7 @@ def refuse_lost_options(exported: ExportedProgram) -> None:
     """Refuse options that torch.onnx drops, or that ONNX interprets otherwise."""
     for node in exported.graph.nodes:
         for name, value in (*zip(argument_names(node.target), node.args, strict=False), *node.kwargs.items()):
+            # An antialiased interpolation loses its corners and scale; an average its divisor.
             smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
             if value and (smooth or name == "divisor_override"):
                 module, _ = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
@@ -85,7 +86,7 @@ def _example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any,
 
 def fix_sizes(exported: ExportedProgram, proto: ModelProto) -> None:
     """Write the sizes that torch.export found to be fixed; warn of a fixed batch."""
-    names = exported.graph_signature.user_inputs
+    names = exported.graph_signature.user_inputs  # constants among the arguments are no inputs of the file
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
     batches: dict[str, str] = {}

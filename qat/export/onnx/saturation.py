@@ -79,7 +79,7 @@ def saturation_of(graph: GraphProto) -> list[Saturation]:
         layer, rows = "", None
         if node.op_type in INTEGER_PRODUCTS:
             place, axis = INTEGER_PRODUCTS[node.op_type]
-            layer, first = node.name.rpartition(".weight")[0], node
+            layer, first = node.name.rpartition(".weight")[0], node  # it reads the integers itself
             rows = _channels(edges.stored.get(node.input[place]), axis)
         elif node.op_type in CHANNEL_AXIS:
             first, second = (edges.made.get(edges.source(name, PASSING)) for name in node.input[:2])

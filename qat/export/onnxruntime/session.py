@@ -148,7 +148,7 @@ def multiplies_exactly(with_option: bool) -> bool:
     rows = np.full((8, CHANNELS), 255, np.uint8)
     images = np.full((1, CHANNELS, 8, 8), 255, np.uint8)
     one, many, dense, grouped = session.run(None, {"row": rows[:1], "rows": rows, "images": images})
-    signs = np.where(np.arange(CHANNELS) % 2, -128, 127) * 255
+    signs = np.where(np.arange(CHANNELS) % 2, -128, 127) * 255  # one product each; kernels add 9 in a window
     return bool(
         (one == CHANNELS * signs).all()
         and (many == CHANNELS * signs).all()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.contexts import evaluating, in_full_precision
 from qat.export.agreement import Verification, answers, judge, output_tensors
@@ -32,7 +32,7 @@ NUMBER = re.compile(r"\.\d+$")
 
 @in_full_precision
 def verify_onnx(
-    path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, default_session: bool = False
+    path: str | os.PathLike[str], model: nn.Module, batches: Iterable[Batch], *, default_session: bool = False
 ) -> Verification:
     """Run the file in ONNX Runtime over batches, and compare it with the model.
 
@@ -61,7 +61,7 @@ def verify_onnx(
 @in_full_precision
 def compare_layers(
     path: str | os.PathLike[str],
-    model: torch.nn.Module,
+    model: nn.Module,
     inputs: Inputs,
     optimize: bool = True,
     *,
@@ -97,12 +97,7 @@ class LayerComparison:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        model: torch.nn.Module,
-        optimize: bool = True,
-        *,
-        default_session: bool = False,
+        self, path: str | os.PathLike[str], model: nn.Module, optimize: bool = True, *, default_session: bool = False
     ) -> None:
         import onnx
 
@@ -120,7 +115,7 @@ class LayerComparison:
         """Open a session that also returns the integers of all but these quantizers."""
         left_out = {name for path in unread for name in self.calls[path]}
         names, given = [name for name in self.names if name not in left_out], self.proto.graph.output
-        del given[len(self.outputs) :]
+        del given[len(self.outputs) :]  # those of the last call
         given.extend(type(given[0])(name=name) for name in names if name not in self.outputs)
         return self.open(content=self.proto.SerializeToString()), names
 
