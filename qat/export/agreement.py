@@ -128,6 +128,6 @@ def _top1(pairs: list[Pair], which: int) -> float | None:
             continue
         logits = both[which][0]
         if not _has_classes(logits) or labels.shape != logits[:, 0].shape:
-            return None
+            return None  # labels of something else than classes
         right.append(((logits.argmax(1) == labels.to(logits.device)) & ~logits.isnan().any(1)).flatten())
     return 100.0 * torch.cat(right).double().mean().item() if right else None

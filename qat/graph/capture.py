@@ -35,7 +35,7 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
     words |= {name for name in paths if any(map(keyword.iskeyword, name.split(".")))}
     if words:
         raise CaptureError(f"a graph has other uses for the name {min(words)!r}; rename it to have one graph")
-    if type(model).__call__ is not nn.Module.__call__:
+    if type(model).__call__ is not nn.Module.__call__:  # it would run before forward
         raise CaptureError(f"{type(model).__name__} overrides __call__, and a graph has its forward alone")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

@@ -59,7 +59,7 @@ def drop_unread(graph: fx.Graph, model: nn.Module, keep_modules: bool = False) -
     waiting = [
         node for node in graph.nodes if _acts(node, model, memory) or (keep_modules and node.op == "call_module")
     ]
-    while waiting:
+    while waiting:  # backwards from what has an effect
         node = waiting.pop()
         if node not in read:
             read.add(node)

@@ -64,7 +64,7 @@ def read(nodes: Written) -> fx.Graph:
     graph, made = fx.Graph(), dict[str, fx.Node]()
     for name, operation, target, arguments, kind, scope, meta in nodes:
         args, kwargs = map_aggregate(arguments, lambda each: made[each] if type(each) is Reference else each)
-        if operation == "call_function":
+        if operation == "call_function":  # it was written by name
             target = pkgutil.resolve_name(target if "." in target else f"builtins.{target}")
         made[name] = node = graph.create_node(operation, target, args, kwargs, name, kind)
         node.meta |= {"nn_module_stack": {"": (scope, nn.Module)}, **meta}
@@ -150,7 +150,7 @@ def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
 def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
     """Return the present values of the `constant_nodes`."""
     constant = constant_nodes(graph_module.graph)
-    interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
+    interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)  # its env is the result
     for node in graph_module.graph.nodes:
         if node in constant:
             interpreter.env[node] = interpreter.run_node(node)

@@ -109,7 +109,7 @@ def changed_by_mode(module: nn.Module) -> str | None:
     """Name an attribute that a module's own `train()` or `eval()` changes, or None."""
     if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
         return None
-    own = copy.deepcopy(module)
+    own = copy.deepcopy(module)  # switching the user's module would change it
     own.train()
     own.eval()  # now caches of the float model are cleared
     before: dict[str, object] = copied(state_of(own))

@@ -123,7 +123,7 @@ def _needed(starts: tuple[fx.Node, ...], end: End) -> set[fx.Node]:
     fx.map_arg(end, open_nodes.append)
     while open_nodes:
         node = open_nodes.pop()
-        if node not in found:
+        if node not in found:  # the starts are found: nothing before them is needed
             found.add(node)
             open_nodes.extend(node.all_input_nodes)
     return found
@@ -189,7 +189,7 @@ def _cuts(graph: PreparedGraph) -> Iterator[tuple[tuple[fx.Node, ...], End]]:
     last_read = {value: place for place, node in enumerate(nodes) for value in node.all_input_nodes}
     starts = tuple(node for node in nodes if node.op == "placeholder")
     live, has_layer = set[fx.Node](), False
-    for place, node in enumerate(nodes[:-1]):
+    for place, node in enumerate(nodes[:-1]):  # the last is the output
         live = {each for each in (*live, node) if last_read.get(each, -1) > place}
         module = called(graph, node)
         has_layer = has_layer or owns_weight(module)

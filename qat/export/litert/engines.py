@@ -102,7 +102,7 @@ def _as_stored(x: Tensor, end: Any) -> Array:
     values: Array = x.detach().cpu().permute(layout(x.dim())).contiguous().numpy()
     if (grid := end.quantization) is None or grid.scale is None:
         return values
-    codes = np.round(values / np.float32(grid.scale[0])) + grid.zeroPoint[0]
+    codes = np.round(values / np.float32(grid.scale[0])) + grid.zeroPoint[0]  # in float32, halves to even, as torch
     return np.asarray(np.clip(codes, LOWEST, HIGHEST), np.int8)
 
 

@@ -62,7 +62,7 @@ class Grid:
     def holds(self, bound: float) -> bool:
         """Return True if a bound of values lies on a level, or beyond all levels."""
         level = bound / self.scale + self.zero_point
-        return not self.low < level < self.high or abs(level - round(level)) < 1e-4
+        return not self.low < level < self.high or abs(level - round(level)) < 1e-4  # scales are float32
 
     def fused(self, low: int, high: int) -> tuple[str, int, int]:
         """Return the tightest fused activation that keeps low .. high, and its bounds."""

@@ -153,7 +153,7 @@ def mean(
     before, rank = x.axes.shape, len(x.axes.dims)
     averaged = {axis % rank for axis in axes or range(rank)}
     if rank == 4 and averaged == {2, 3}:
-        return view(writer, shape, average(writer, (*before[:2], 1, 1), x, before[2:]))
+        return view(writer, shape, average(writer, (*before[:2], 1, 1), x, before[2:]))  # of whole images
     stored = [place for place, axis in enumerate(layout(rank)) if axis in averaged]
     kept = tuple(1 if axis in averaged else size for axis, size in enumerate(before))
 

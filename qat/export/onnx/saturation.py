@@ -89,7 +89,7 @@ def saturation_of(graph: GraphProto) -> list[Saturation]:
                 rows = _rows(node, second, edges)
         if rows is not None:
             code = _highest_code(first, edges)
-            sums = [worst_pair(row, code) for row in rows]
+            sums = [worst_pair(row, code) for row in rows]  # of a shared layer the worst of all its calls
             found[layer] = [max(pair, key=abs) for pair in zip(sums, found.get(layer, sums), strict=True)]
     return [Saturation(layer, tuple(sums)) for layer, sums in found.items()]
 

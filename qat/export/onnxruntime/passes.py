@@ -184,7 +184,7 @@ def _clip_floats(graph: GraphProto) -> None:
         clipped, bounds = f"{clip.output[0]}.clipped", clip.input[1:3]
         for place, bound in enumerate(bounds, 1):
             clip.input[place] = store(graph, f"{bound}.{clipped}", (edges.stored[bound] - zero_point) * scale)
-        quantizer.output[0], clip.output[0] = clip.output[0], clipped
+        quantizer.output[0], clip.output[0] = clip.output[0], clipped  # the integers keep their name
         clip.input[0], quantizer.input[0] = quantizer.input[0], clipped
         moved = copy_of(clip)
         graph.node.remove(clip)
