@@ -1,4 +1,4 @@
-"""What runs how in a fused graph, and why: the answers of the predicates that decided it, for `qat.explain`."""
+"""What of a fused graph runs how, and why: the predicates that decided it answer."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ ON_CODES = "on codes"
 def explain_part(
     model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
 ) -> tuple[str, dict[str, Row]]:
-    """How a traced model or part trains: a sentence without its subject, and what runs in it, by name."""
+    """Say how a part trains, without the subject, and what runs in it, by name."""
     evaluated = not model.training
     with evaluating(model) if evaluated else nullcontext():
         if evaluated:
@@ -62,7 +62,6 @@ def _nothing_on_codes(model: Any) -> str:
 
 
 def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) -> dict[str, Row]:
-    """How layers, quantizers of activations and their products train, by name; whole: why none runs on codes."""
     found: dict[str, Row] = {}
     for node in plan.nodes:
         module = submodule_of(plan.model, node)
@@ -79,7 +78,6 @@ def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) 
 
 
 def _how(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) -> tuple[str, str]:
-    """How a node trains, and why."""
     reason = plan.refused.get(node) or _tensors_refusal(plan, node, module) or _device_refusal(plan, node)
     if reason is not None:
         return PLAINLY, reason
@@ -98,7 +96,6 @@ def _device_refusal(plan: CodesPlan, node: fx.Node) -> str | None:
 
 
 def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
-    """What is computed together with a quantizer, from the BatchNorm on; nothing of a product of activations."""
     chain = plan.chains.get(quantizer)
     if chain is None:
         return ""
@@ -111,7 +108,6 @@ def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
 
 
 def _tensors_refusal(plan: CodesPlan, node: fx.Node, module: Any) -> str | None:
-    """What the functions on codes would find of the tensors of a quantizer or a layer."""
     if isinstance(module, Quantizer):
         return NOT_TAKEN if learned_by(module, module.scale) is None else None
     if not isinstance(module, QuantLayer):
@@ -124,7 +120,6 @@ def _tensors_refusal(plan: CodesPlan, node: fx.Node, module: Any) -> str | None:
 
 
 def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Size | None) -> tuple[str, str]:
-    """How a layer on codes multiplies."""
     weight, source = _weight(plan, node, layer), plan.grid(node.args[0])
     assert source is not None
     quantizer: Any = submodule_of(plan.model, source)
@@ -141,7 +136,6 @@ def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Siz
 
 
 def _weight(plan: CodesPlan, node: fx.Node, layer: QuantLayer) -> Tensor | None:
-    """A layer's weight; None if the graph computes it."""
     own = getattr(layer, "weight", None)
     if isinstance(own, Tensor):
         return own

@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def _launches_at(x: Tensor) -> bool:
     return passes_values(x) and (tried or not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def triton_here(x: Tensor, evaluates: bool = False) -> Any:
+def triton_here(x: Tensor, evaluates: bool = False) -> ModuleType | None:
     """The module of Triton's kernels over chains, or that over codes, if they take tensors such as x; else None."""
     found = triton_kernels() if type(x) is Tensor and not plain_here() and _launches_at(x) else None
     if found is None or not (evaluates or x.dtype in found.DTYPES):
@@ -118,7 +119,7 @@ def triton_here(x: Tensor, evaluates: bool = False) -> Any:
 
 
 @functools.cache
-def triton_kernels() -> Any:
+def triton_kernels() -> ModuleType | None:
     """The module of kernels in Triton, tried once; None where there is none, and the log says why."""
     if os.environ.get("QAT_KERNELS", "").lower() == "off":
         log.info("QAT_KERNELS=off: quantizers run as plain torch operations")

@@ -1,7 +1,7 @@
-"""Operations that move codes without changing a value: reshapings, and dropouts that drop nothing."""
+"""Operations that move codes without changing a value."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -9,26 +9,25 @@ from qat.codes.operators.codes import Codes
 from qat.codes.operators.quantize import decode, with_scale_gradient
 
 
-def reshape(x: Codes | Tensor, method: str, *args: Any, **kwargs: Any) -> Codes | Tensor:
-    """x.method(*args, **kwargs) on a tensor or its codes: `flatten`, `transpose` and the like."""
+def reshape(x: Codes | Tensor, method: str, *args: object, **kwargs: object) -> Codes | Tensor:
+    """Return x.method(*args, **kwargs) of a tensor or its codes, such as `flatten`."""
     return _moved(x, lambda tensor: getattr(tensor, method)(*args, **kwargs))
 
 
 def reshape_by(x: Codes | Tensor, module: nn.Module) -> Codes | Tensor:
-    """module(x) on a tensor or its codes: `nn.Flatten` and the like."""
+    """Return module(x) of a tensor or its codes, for `nn.Flatten` and the like."""
     return _moved(x, module)
 
 
 def drop(x: Codes | Tensor, dropout: Any) -> Codes | Tensor:
-    """dropout(x): x itself while nothing is dropped, else a float tensor, which is no longer on a grid."""
+    """Return x while nothing is dropped, else dropout(x), which lies on no grid."""
     if not (dropout.training and dropout.p > 0):
         return x
-    y: Tensor = dropout(decode(x))
-    return y
+    return cast("Tensor", dropout(decode(x)))
 
 
 def shape_of(x: Codes | Tensor) -> Tensor:
-    """A float tensor of x's shape and device, whose values mean nothing."""
+    """Return a float tensor of x's shape and device, whose values mean nothing."""
     return x if isinstance(x, Tensor) else x.carrier
 
 

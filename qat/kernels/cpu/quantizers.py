@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at, rows_at
 from qat.kernels.cpu.compiler import library
-from qat.kernels.cpu.structures import Grid, LearnedGrid, Rows
+from qat.kernels.cpu.structures import Grid, GridTensors, LearnedGrid, Rows
 
 FEW = 1 << 15
 """Elements up to which a second thread does not pay."""
@@ -178,21 +178,27 @@ class Levels(NamedTuple):
     relative: float  # 1 if the square of the step multiplies it too, else 0
 
 
-def learned_grid(grid: list[Tensor | None], levels: Sequence[float]) -> LearnedGrid:
+def scales_of(grid: GridTensors) -> tuple[Tensor, Tensor]:
+    """Return the scale and the smallest scale of a quantizer."""
+    scale, smallest, _ = grid
+    assert scale is not None and smallest is not None
+    return scale, smallest
+
+
+def learned_grid(grid: GridTensors, levels: Sequence[float]) -> LearnedGrid:
     """The C kernels' view of a quantizer: its scale, smallest scale and zero point, one number each, and `Levels`."""
-    scale, smallest, zero_point = grid
+    (scale, smallest), zero_point = scales_of(grid), grid[2]
     zero = None if zero_point is None else numbers_at("zero_point", zero_point, 1)
     low, high, shift, factor, relative = levels
-    assert scale is not None and smallest is not None
     return LearnedGrid(
         numbers_at("scale", scale, 1), numbers_at("smallest", smallest, 1), zero, low, high, shift, factor,
         int(relative),
     )  # fmt: skip
 
 
-def empty_scale(grid: list[Any]) -> Tensor:
-    """Memory for the gradient of a quantizer's scale."""
-    return torch.empty_like(grid[0])
+def empty_scale(grid: GridTensors) -> Tensor:
+    """Return memory for the gradient of a quantizer's scale."""
+    return torch.empty_like(scales_of(grid)[0])
 
 
 def dequantize(codes: Tensor, qparams: Tensor) -> Tensor:

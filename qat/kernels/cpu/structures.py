@@ -1,7 +1,9 @@
 """The structures of the C kernels, and the types of every function's arguments."""
 
 import ctypes
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 POINTER, SIZE, INT, FLOAT, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_double
 
@@ -10,6 +12,10 @@ class Grid(ctypes.Structure):
     """An integer grid: code = clamp(rint(x / step) + zero, low, high)."""
 
     _fields_ = [("step", FLOAT), ("zero", FLOAT), ("low", FLOAT), ("high", FLOAT)]
+
+
+GridTensors: TypeAlias = list[Tensor | None]
+"""Scale, smallest scale and zero point of a quantizer (None on a symmetric grid)."""
 
 
 class LearnedGrid(ctypes.Structure):
