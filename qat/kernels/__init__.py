@@ -1,4 +1,4 @@
-"""Fast kernels for the costliest estimators, chosen by device; the formulas in qat.functional are their reference."""
+"""Fast kernels by device, for the costliest estimators of qat.functional."""
 
 from qat.kernels.dispatch import (
     choose,

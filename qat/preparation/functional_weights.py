@@ -1,4 +1,7 @@
-"""Functional layers, `F.linear(x, self.qkv.weight)`: their weights are quantized where the functions read them."""
+"""Functional layers, `F.linear(x, self.qkv.weight)`.
+
+Their weights are quantized where the functions read them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,18 +25,18 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.conv2d: CONVOLUTION_ARGUMENTS,
     F.conv3d: CONVOLUTION_ARGUMENTS,
 }
-"""Functions that become quantized layers where they read a parameter, and the names of their arguments."""
+"""Functions that become quantized layers where they read a parameter, and arguments."""
 
 REASON_NOTED = "qat_explained"
-"""Key of node.meta: the function stays in float, and the reason is already noted under the layer's name."""
+"""Key of node.meta: the reason to stay in float is noted under the layer's name."""
 
 RECIPE_NAME = "qat_recipe_name"
-"""Key of node.meta: the name by which a recipe speaks of a layer that was a function."""
+"""Key of node.meta: a recipe's name of a layer that was a function."""
 
 
 @dataclass(frozen=True)
 class FunctionalLayer:
-    """A call of a function that reads a parameter as its weight, and the quantized layer that replaces it."""
+    """A call of a function that reads a parameter as its weight, and its replacement."""
 
     node: fx.Node
     given: dict[str, Any]  # its arguments by name
@@ -48,7 +51,7 @@ class FunctionalLayer:
 
 
 def find_functional_layers(graph_module: fx.GraphModule, root: nn.Module) -> list[FunctionalLayer]:
-    """The functional layers of a traced model, in the order in which they run."""
+    """Return the functional layers of a traced model, in the order in which they run."""
     constant = constant_nodes(graph_module.graph)
     found: list[FunctionalLayer] = []
     taken: set[str] = set()

@@ -1,4 +1,4 @@
-"""From a float model to quantized graphs: one for all of it, else one for each of its largest submodules.
+"""From a float model to quantized graphs: one, or one for each largest submodule.
 
 `prepare_graph` swaps layers, quantizes functional weights and places grids. `prepare_parts` is for models that a graph
 cannot hold as a whole: layers outside of the parts are quantized one by one.
@@ -30,7 +30,7 @@ from qat.torch_internals import children_of
 def prepare_graph(
     root: nn.Module, recipe: ScopedRecipe, examples: Examples | None, graph_class: type[PreparedGraph]
 ) -> PreparedGraph:
-    """Trace a float model, or a submodule of one, and quantize the graph, which takes over the model's own layers.
+    """Trace a float model or submodule, and quantize the graph, which takes its layers.
 
     A model that cannot be traced is a CaptureError, and unchanged; a grid of the recipe that does not fit a ValueError.
     """
@@ -78,7 +78,7 @@ def _first_and_last(
 def prepare_parts(
     root: nn.Module, recipe: QuantRecipe, examples: Examples | None, reason: str, graph_class: type[PreparedGraph]
 ) -> nn.Module:
-    """Quantize the largest submodules of a copy of the float model that can be traced, and other layers one by one.
+    """Quantize a copy's largest traceable submodules, and other layers one by one.
 
     `reason`: why there is no graph of the whole model.
     """
@@ -105,7 +105,7 @@ def prepare_parts(
 
 
 def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
-    """The traced parts of a prepared model, name to graph module; a model traced as a whole is one part, named "".
+    """Return the traced parts of a prepared model, by name; a whole one is named "".
 
     >>> import qat
     >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)), example_inputs=torch.randn(8, 4))))

@@ -1,4 +1,7 @@
-"""`PreparedGraph`: a prepared model as a graph. It follows replaced modules, and copies and pickles completely."""
+"""`PreparedGraph`: a prepared model as a graph.
+
+It follows replaced modules, and copies and pickles completely.
+"""
 
 import copy
 import functools
@@ -23,18 +26,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("qat")
 
 OF_ONE_MODEL = "GraphModuleImpl"
-"""The name of the class that torch.fx creates for every model; torch.fx finds its base class by this name."""
+"""Name of the class that torch.fx creates for every model, to find its base class."""
 
 Forward = Callable[..., Any]
 """A function of a prepared model and its inputs."""
 
 
 class Block(nn.Module):
-    """What a graph leaves of a block or container: its children, by index (`model.layer1[0]`, `[-1]`, `len`, iteration)
-    or by name.
+    """A block or container without its forward: children by index or by name.
 
-    It has no forward: a prepared model calls its layers, with their grids, not blocks. It has the attributes of the
-    float model's block, and the methods of its class, `float_class`.
+    It answers `model.layer1[0]`, `[-1]`, `len` and iteration. A prepared model calls its layers, with their grids, not
+    blocks. It has the attributes of the float model's block, and the methods of its class, `float_class`.
     """
 
     def __len__(self) -> int:
@@ -63,7 +65,7 @@ class Block(nn.Module):
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes besides parameters, buffers, submodules and torch's own: sizes, flags, names."""
+    """Return a module's attributes but parameters, buffers, submodules and torch's own."""
     torchs_own = vars(nn.Module()).keys()
     return {
         key: value
@@ -140,7 +142,8 @@ class PreparedGraph(Block, fx.GraphModule):
                 ) from error
 
     def _fused_engine(self) -> Any:
-        """The model as the engine that trains it faster, and can check and explain that (`qat.codes`); None if none."""
+        # The model as the engine that trains it faster, and can check and explain that (`qat.codes`); None if there is
+        # none.
         return None
 
     def _forget(self) -> None:
@@ -214,7 +217,7 @@ class PreparedGraph(Block, fx.GraphModule):
 
 
 def keep_all_attributes(prepared: nn.Module, model: nn.Module) -> None:
-    """Keep the attributes of the model and its blocks, and the methods of their classes: other code may want them."""
+    """Keep attributes of the model and its blocks, and methods of their classes."""
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
         twin = parts.get(name)
@@ -235,12 +238,12 @@ def _is_storable(value: Any) -> bool:
 
 
 def class_of(model: PreparedGraph) -> type[PreparedGraph]:
-    """The class of a model, below the one that torch.fx created for this model alone."""
+    """Return the class of a model below the one that torch.fx created for it alone."""
     return next(base for base in type(model).__mro__ if base.__qualname__.split(".")[-1] != OF_ONE_MODEL)
 
 
 def unpickled(cls: type[PreparedGraph], name: str, held: dict[str, Any], nodes: Written) -> PreparedGraph:
-    """The model that `PreparedGraph.__reduce__` pickled."""
+    """Return the model that `PreparedGraph.__reduce__` pickled."""
     model: PreparedGraph = cls.__new__(cls)
     type(model).__name__ = name  # that it prints
     vars(model).update(held)

@@ -1,5 +1,8 @@
-"""What a calibrated model is held to, part by part: training on codes is the plain step (`self_check`), and a user's
-twin evaluates on integers as it trains (`check_own_twins`)."""
+"""Checks of a calibrated model, part by part.
+
+Training on codes is the plain step (`self_check`), and a user's twin evaluates on integers as it trains
+(`check_own_twins`).
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,14 +18,18 @@ from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 
 MOST_APART = 0.02
-"""Share of the largest value by which a twin may evaluate otherwise than it trains; rounding makes far less."""
+"""Share of the largest value by which a twin may evaluate otherwise than it trains.
+
+Rounding makes far less.
+"""
 
 
 def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Compare a fused training step of every traced part with the plain step; only what agrees trains on codes.
+    """Compare a fused training step of every traced part with the plain step.
 
-    `calibrate` does this, and so does the first training step after a change. A model that is loaded from a checkpoint
-    and compiled at once needs this call: compiled code cannot check itself, and trains the plain graph until then.
+    Only what agrees trains on codes. `calibrate` does this, and so does the first training step after a change. A model
+    that is loaded from a checkpoint and compiled at once needs this call: compiled code cannot check itself, and trains
+    the plain graph until then.
 
     The other arguments are those of the model's forward; a slice of the batch is used, and the model is left as it was.
     It returns a `qat.codes.verdict.Verdict` for each part, by its name ("" for the whole model), without parts to which
@@ -42,12 +49,12 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def traced_parts(model: nn.Module) -> dict[str, PreparedGraph]:
-    """The parts of a prepared model that are graphs, by name."""
+    """Return the parts of a prepared model that are graphs, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PreparedGraph)}
 
 
 def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
-    """`self_check` of the parts with the arguments that `first_calls` recorded."""
+    """Run `self_check` of the parts with the arguments that `first_calls` recorded."""
     found = {}
     for name, part in traced_parts(model).items():
         engine = part._fused_engine() if part in calls else None
@@ -58,7 +65,7 @@ def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
-    """Compare both ways for every layer of a class of the user's, on the arguments of the parts' first calls."""
+    """Compare both ways for every layer of a user's class, on the parts' first calls."""
     theirs = ("qat.", "torch.")  # FSDP2 gives a layer that it shards a class of torch's
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLayer)]
     own = {name: layer for name, layer in layers if not type(layer).__module__.startswith(theirs)}

@@ -1,7 +1,8 @@
-"""Changes after preparation: replaced modules (a new head, an adapter around a layer), hooks, patched methods.
+"""Changes after preparation: replaced modules, hooks, patched methods.
 
-A quantized layer's call passes it the quantizer of its input and its BatchNorm. Any other module is called as in the
-float model, and a BatchNorm that it does not take runs on its own.
+A replaced module is a new head, say, or an adapter around a layer. A quantized layer's call passes it the quantizer of
+its input and its BatchNorm. Any other module is called as in the float model, and a BatchNorm that it does not take
+runs on its own.
 """
 
 import logging
@@ -21,22 +22,22 @@ from qat.torch_internals import children_of, hooks_of
 QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
 
 MODULE_ARGUMENTS = (*QUANTIZER_ARGUMENTS, "norm")
-"""Keyword arguments that preparation adds to a layer's call; each is a module of the model."""
+"""Keyword arguments that preparation adds to a layer's call, modules of the model."""
 
 AS_PREPARED = "qat_as_prepared"
-"""Key of node.meta: the module arguments that the call had when the model was prepared, keyword to path."""
+"""Key of node.meta: the call's module arguments when prepared, keyword to path."""
 
 STANDALONE_NORM = "qat_standalone_norm"
 """Key of node.meta: the call of a norm that its layer took as an argument before."""
 
 SPLIT = "qat_split"
-"""Key of node.meta: the path of the activation that a node computes a part of, and which is not called any more."""
+"""Key of node.meta: the path of a split activation, which is not called any more."""
 
 METHODS = (
     "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "_check_input_dim",
     *CALL_METHODS,
 )  # fmt: skip
-"""Methods of the known classes that run when a module is called, and that a user could patch."""
+"""Methods that run when a module of a known class is called, and could be patched."""
 
 _NAMES = frozenset(METHODS)
 
@@ -44,17 +45,20 @@ log = logging.getLogger("qat")
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a method that is patched on the instance."""
+    """Return True if the module has hooks, or a method patched on the instance."""
     return any(hooks_of(module)) or not _NAMES.isdisjoint(vars(module))
 
 
 def watch(module: nn.Module) -> list[Callable[[], object]]:
-    """What `is_watched` looks at, as calls: if it changes, so does one of their results."""
+    """Return calls whose results change if the answer of `is_watched` does."""
     return [*(hooks.__len__ for hooks in hooks_of(module)), partial(_NAMES.isdisjoint, vars(module))]
 
 
 def may_write(module: nn.Module | None) -> bool:
-    """Whether a module may write into its inputs: it is watched, or not torch's, which write only with `inplace`."""
+    """Return True if a module may write into its inputs.
+
+    It is watched, or not torch's: these write only with `inplace`.
+    """
     if module is None:
         return False
     known = isinstance(module, (QuantLayer, Quantizer)) or type(module).__module__.startswith("torch.nn.modules.")
@@ -62,7 +66,7 @@ def may_write(module: nn.Module | None) -> bool:
 
 
 def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
-    """Names and values of the numbers, strings and flags that somebody set on a module, and tuples of them."""
+    """Return a module's attributes that are numbers, strings, flags, or tuples of them."""
     plain = (int, float, str, bool, type(None))
     return [
         (key, value)
@@ -73,7 +77,7 @@ def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
 
 
 class ModuleSnapshot:
-    """The modules that a model's graph calls or passes to others, and the blocks around them, at one moment."""
+    """The modules that a model's graph calls or passes on, and the blocks around them."""
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
         steps = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
@@ -92,11 +96,11 @@ class ModuleSnapshot:
         self.values = [read() for read in self.reads]
 
     def holds(self) -> bool:
-        """Whether the modules, the blocks' scalar attributes and their hooks are still the same."""
+        """Return True if modules, blocks' scalar attributes and hooks are the same."""
         return [read() for read in self.reads] == self.values
 
     def warn_of_attributes(self) -> None:
-        """Log which scalar attributes of the model and its blocks changed: a graph does not read them."""
+        """Log changed attributes of the model and its blocks: a graph does not read them."""
         for name, attributes, key, value in self._scalars:
             if attributes.get(key) != value:
                 log.warning(
@@ -105,7 +109,7 @@ class ModuleSnapshot:
                 )  # fmt: skip
 
     def warn_of_hooks(self, known: set[str]) -> None:
-        """Log which blocks have hooks that never fire, except those that are known already."""
+        """Log which blocks have hooks that never fire, except for known ones."""
         for name in sorted(self.silent - known):
             log.warning(
                 "a hook or a patched forward of %r never runs, for a prepared model calls the layers in it and not"
@@ -114,7 +118,7 @@ class ModuleSnapshot:
 
 
 def module_names(model: fx.GraphModule) -> set[str]:
-    """The modules that a graph calls or passes to others, and the weight quantizers of its layers."""
+    """Return the modules that a graph calls or passes on, and weight quantizers."""
     names = {
         str(node.target)
         for node in model.graph.nodes
@@ -127,7 +131,10 @@ def module_names(model: fx.GraphModule) -> set[str]:
 
 
 def follow_replacements(model: fx.GraphModule) -> bool:
-    """Make every call fit the module that it calls now; return whether one changed: then the graph is recompiled."""
+    """Make every call fit the module that it calls now; return True if one changed.
+
+    The graph has to be recompiled then.
+    """
     changed = False
     for node in list(model.graph.nodes):
         path = node.meta.get(SPLIT, str(node.target))

@@ -1,4 +1,7 @@
-"""The traced graph as a target's operators have it: activations apart, and none written into its operand."""
+"""The traced graph as a target's operators have it.
+
+Activations are taken apart, and none is written into its operand.
+"""
 
 import operator
 from typing import Any
@@ -15,9 +18,10 @@ from qat.targets import TargetProfile
 
 
 def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
-    """Take apart what the target computes in two operators, in place: x * sigmoid(x), whose sigmoid gets a grid.
+    """Take apart what the target computes in two operators: x * sigmoid(x).
 
-    A target with float arithmetic keeps the function whole for fewer than 8 bits, on which a sigmoid is coarse.
+    The sigmoid gets a grid. A target with float arithmetic keeps the function whole for fewer than 8 bits, on which a
+    sigmoid is coarse.
 
     Where the target has no float arithmetic, the operand of every activation needs a grid too: one that is written over
     it, and whose write nothing else sees, becomes one that is not.
@@ -40,13 +44,16 @@ def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> No
 
 
 def fixed_grid(node: fx.Node, graph_module: fx.GraphModule, profile: TargetProfile) -> tuple[float, int] | None:
-    """Scale and zero point that the target's kernels give the result of an operation; None if any will do."""
+    """Return scale and zero point that a target's kernels give a result, or None."""
     operation = operation_of(node, graph_module, NONLINEAR)
     return None if operation is None else profile.fixed_grids.get(operation)
 
 
 def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None) -> None:
-    """Let a quantizer keep to a grid for good, whatever the data are; None leaves it as it is."""
+    """Let a quantizer keep to a grid for good, whatever the data are.
+
+    None leaves it as it is.
+    """
     quantizer: Any = graph_module.get_submodule(name)
     if grid is not None:
         low, high = ((bound - grid[1]) * grid[0] for bound in quantizer.bounds())

@@ -1,7 +1,7 @@
 """The structures of the C kernels, and the types of every function's arguments."""
 
 import ctypes
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ GridTensors: TypeAlias = list[Tensor | None]
 
 
 class LearnedGrid(ctypes.Structure):
-    """A grid whose step is learned: the addresses of its tensors, then the fields of `Levels`."""
+    """A grid whose step is learned: addresses of tensors, and the fields of `Levels`."""
 
     _fields_ = [
         ("scale", POINTER), ("smallest", POINTER), ("zero_point", POINTER), ("low", FLOAT), ("high", FLOAT),
@@ -28,7 +28,7 @@ class LearnedGrid(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """The symmetric learned grids of a weight's rows; with NULL for smallest, the scales are used as they are."""
+    """The symmetric learned grids of a weight's rows; smallest may be NULL."""
 
     _fields_ = [
         ("scales", POINTER), ("smallest", POINTER), ("low", FLOAT), ("high", FLOAT), ("factor", DOUBLE),
@@ -49,7 +49,7 @@ class Extent(ctypes.Structure):
 
 
 class Rescaling(ctypes.Structure):
-    """The addresses of a layer's biases and scales, one per channel, and the bounds of the clip behind it."""
+    """Biases and scales of a layer, one per channel, and the clip behind it."""
 
     _fields_ = [("bias", POINTER), ("scale", POINTER), ("floor", FLOAT), ("ceiling", FLOAT)]
 
@@ -72,7 +72,7 @@ class Pool(ctypes.Structure):
     ]  # fmt: skip
 
 
-SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[type, ...]] = {
     "fake_quantize": (POINTER, POINTER, SIZE, Grid, INT),
     "fake_quantize_backward": (POINTER, POINTER, POINTER, SIZE, Grid, POINTER, INT),
     "squared_error": (POINTER, SIZE, Grid, INT),
@@ -101,13 +101,13 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "look_up": (POINTER, POINTER, SIZE, POINTER, INT),
     "gate": (POINTER, POINTER, POINTER, SIZE, Extent, Grid, Grid, INT),
 }  # fmt: skip
-"""Argument types by function. A function returns nothing unless `RESULTS` says so; None as an address is NULL."""
+"""Argument types by function; a function returns nothing unless `RESULTS` says so."""
 
-RESULTS: dict[str, Any] = {"squared_error": DOUBLE, "all_finite": INT}
+RESULTS: dict[str, type] = {"squared_error": DOUBLE, "all_finite": INT}
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Declare the functions to ctypes, which otherwise takes any number of arguments, each number as an int."""
+    """Declare the functions to ctypes, which otherwise takes each number as an int."""
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, RESULTS.get(name)
