@@ -19,7 +19,7 @@ from qat.quantizer import Quantizer
 def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Module:
     """Copy a model to the CPU, in float32, with graphs of what evaluation computes.
 
-    `fold_quantizers`: whether quantized parameters become constants too, so that only calls on activations are left.
+    With `fold_quantizers`, quantized parameters become constants too, so that only calls on activations are left.
     """
     for part in model.modules():
         if isinstance(part, PreparedGraph):
@@ -70,7 +70,7 @@ def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def quantizer_calls(model: nn.Module, path: str = "") -> dict[str, list[str]]:
-    """The names of activation quantizers' calls in an `evaluation_copy`, by their path.
+    """Return names of activation quantizers' calls in an `evaluation_copy`, by path.
 
     How often a quantizer outside a graph is called is not known before a run: it stands for one call.
     """
@@ -95,7 +95,7 @@ def joined(path: str, name: str) -> str:
 
 
 def numbered(name: str, seen: Counter[str]) -> str:
-    """The name, with a number from its second use on; `seen` counts the uses."""
+    """Return the name, with a number from its second use on; `seen` counts the uses."""
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"
 

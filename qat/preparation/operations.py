@@ -1,11 +1,8 @@
-"""The tables behind the placement of quantizers.
-
-They say which operations pass a grid on, and which compute on quantized operands.
-"""
+"""The tables behind placement: which operations pass a grid on, or compute on it."""
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +34,7 @@ PASSING_METHODS = {
     "repeat_interleave",
 }  # fmt: skip
 
-Calls = tuple[tuple[type[nn.Module], ...], set[Any], set[str]]
+Calls: TypeAlias = tuple[tuple[type[nn.Module], ...], set[object], set[str]]
 """Modules, functions and tensor methods that do the same."""
 
 SPLITTING: Calls = ((), {torch.chunk, torch.split}, {"chunk", "split"})
@@ -81,7 +78,7 @@ AVERAGING: dict[Operation, Calls] = {
     "mean": ((), {torch.mean}, {"mean"}),
     "interpolate": ((nn.Upsample,), {F.interpolate}, set()),
 }  # fmt: skip
-"""Linear operations on one tensor, in integers if operand and result are quantized."""
+"""Linear operations on one tensor, in integers if it and the result are quantized."""
 
 NONLINEAR: dict[Operation, Calls] = {
     "softmax": ((nn.Softmax,), {F.softmax, torch.softmax}, {"softmax"}),
@@ -108,25 +105,18 @@ RELU_METHODS = {"relu", "relu_", "clamp", "clamp_"}
 
 
 def is_relu(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Return True if the operation only clips.
-
-    It belongs to its producer, since a grid clips anyway.
-    """
+    """Return True if the operation only clips, and so belongs to its producer."""
     return is_call(node, RELU_MODULES, RELU_FUNCTIONS, RELU_METHODS, graph_module)
 
 
 def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Return True if all output values lie on the grid of the first input.
-
-    It reshapes, selects or pools.
-    """
+    """Return True if all output values lie on the grid of the first input."""
     if node.meta.get(WRITTEN_LATER):
         return False
     if node.target is F.pad:
         return _pads_with_zero(node)
-    if (node.target == "clone" or node.target is torch.clone) and any(
-        written_by(user, graph_module) is node for user in node.users
-    ):
+    clones = node.target == "clone" or node.target is torch.clone
+    if clones and any(written_by(user, graph_module) is node for user in node.users):
         return False  # the clone becomes a different tensor
     if node.target is getattr:
         return node.args[1] in ("T", "mT")
@@ -173,7 +163,7 @@ def averages_pixels(node: fx.Node) -> bool:
 
 
 def producer_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
-    """Return the node that computed a tensor's values, before operations that move them."""
+    """Return the node that computed a tensor's values, before any that move them."""
     while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

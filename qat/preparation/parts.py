@@ -30,7 +30,7 @@ from qat.torch_internals import children_of
 def prepare_graph(
     root: nn.Module, recipe: ScopedRecipe, examples: Examples | None, graph_class: type[PreparedGraph]
 ) -> PreparedGraph:
-    """Trace a float model or submodule, and quantize the graph, which takes its layers.
+    """Trace a float model or submodule, and quantize the graph in place.
 
     A model that cannot be traced is a CaptureError, and unchanged; a grid of the recipe that does not fit a ValueError.
     """
@@ -152,7 +152,7 @@ class _PartsVisitor:
             setattr(module, key, self._done[id(child)])
 
     def _part(self, child: nn.Module, name: str) -> nn.Module | None:
-        # None if its own children have to be visited
+        # None if its own children have to be visited.
         if self.calls is not None and child not in self.calls:
             if is_layer(child):
                 self.left[name] = "forward never calls it for the example inputs"

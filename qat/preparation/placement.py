@@ -1,4 +1,4 @@
-"""Placement of quantizers: one per tensor, at its producer, shared by all consumers.
+"""Placement of quantizers: one per tensor, at its producer, for all consumers.
 
 A tensor needs a grid if a quantized layer or a matrix product reads it, directly or through operations that only move
 values. Sums, products, concatenations and averages ask for a grid if their own result is read as integers. The
@@ -66,7 +66,7 @@ class Placement:
         return specs
 
     def _computes_in_float(self, reader: fx.Node, operand: fx.Node) -> bool:
-        # it reads the values, asks for no grid, and so gets the one that stands there
+        # It reads the values, asks for no grid, and so gets the one that stands there.
         layer = isinstance(submodule_of(self.graph_module, reader), QuantLayer)
         reads = reader in self.tensors or reader.op == "output"
         return reads and not layer and not self._demand(reader, operand)
@@ -93,7 +93,7 @@ class Placement:
         return reader in self.order and bool(self._demand(reader, operand))
 
     def _demand(self, reader: fx.Node, operand: fx.Node) -> list[QuantSpec]:
-        # a list of one grid; empty if the consumer computes in float
+        # A list of one grid; empty if the consumer computes in float.
         module = submodule_of(self.graph_module, reader)
         if reader in self.constants:
             return []
@@ -115,7 +115,7 @@ class Placement:
         return [self.recipe.residual] if self._is_wanted(reader) else []
 
     def _takes_grids(self, node: fx.Node) -> bool:
-        # whether it runs in integers if its result does; it must have no parameter or number among its operands
+        # It runs in integers if its result does, and if no parameter or number is among its operands.
         averages = operation_of(node, self.graph_module, AVERAGING)
         joins = operation_of(node, self.graph_module, JOINING)
         if averages:
@@ -126,7 +126,7 @@ class Placement:
         return len(operands) > 1 and not self.constants.intersection(operands)
 
     def _is_wanted(self, node: fx.Node) -> bool:
-        # whether a consumer reads the result as integers, directly or after a ReLU
+        # A consumer reads the result as integers, directly or after a ReLU.
         if node not in self.wanted:
             self.wanted[node] = any(
                 self._is_wanted(reader) if is_relu(reader, self.graph_module) else bool(self._demand(reader, operand))
@@ -135,7 +135,7 @@ class Placement:
         return self.wanted[node]
 
     def _ends_convolution(self, node: fx.Node) -> bool:
-        # conv -> ReLU that is not an output of the model: integer kernels have no float result
+        # A conv -> ReLU that is not an output of the model, since integer kernels have no float result.
         anchor = node
         while is_relu(anchor, self.graph_module):
             anchor = anchor.all_input_nodes[0]

@@ -1,8 +1,4 @@
-"""Checks of a calibrated model, part by part.
-
-Training on codes is the plain step (`self_check`), and a user's twin evaluates on integers as it trains
-(`check_own_twins`).
-"""
+"""Checks of a calibrated model: of training on codes, and of a user's twins."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,18 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating, first_calls
-from qat.inputs import copied, expect_model
+from qat.inputs import Arguments, copied, expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 
 MOST_APART = 0.02
-"""Share of the largest value by which a twin may evaluate otherwise than it trains.
-
-Rounding makes far less.
-"""
+"""Share by which a twin may evaluate otherwise than it trains, for rounding."""
 
 
-def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def self_check(model: nn.Module, *args: object, **kwargs: object) -> dict[str, Any]:
     """Compare a fused training step of every traced part with the plain step.
 
     Only what agrees trains on codes. `calibrate` does this, and so does the first training step after a change. A model
@@ -64,7 +57,7 @@ def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
+def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Arguments]) -> None:
     """Compare both ways for every layer of a user's class, on the parts' first calls."""
     theirs = ("qat.", "torch.")  # FSDP2 gives a layer that it shards a class of torch's
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLayer)]
@@ -76,7 +69,7 @@ def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
             graph(*args, **kwargs)
 
 
-def _compare(name: str, layer: Any, args: Any, kwargs: Any, evaluated: Any) -> None:
+def _compare(name: str, layer: QuantLayer, args: tuple[Any, ...], kwargs: dict[str, Any], evaluated: object) -> None:
     if not isinstance(evaluated, Tensor) or not evaluated.numel():
         return
     layer.training = True

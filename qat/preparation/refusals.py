@@ -1,7 +1,5 @@
 """Refusals of `prepare`: models that are quantized already, and wrappers."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,7 +17,7 @@ IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper"
 
 
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return attribute and model of one of torch's wrappers (DataParallel, ...), or None."""
+    """Return attribute and model of a wrapper of torch's (DataParallel, ...), or None."""
     if type(model).__module__.startswith("torch.") and type(model).__name__ not in IN_FLOAT_MODELS:
         for attribute in ("_orig_mod", "module"):
             inner = getattr(model, attribute, None)
@@ -28,7 +26,7 @@ def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def check_float_model(model: nn.Module, recipe: Any) -> None:
+def check_float_model(model: nn.Module, recipe: object) -> None:
     """Raise the errors of `prepare` for models and recipes that it cannot take."""
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
         raise TypeError(

@@ -1,8 +1,7 @@
 """Changes after preparation: replaced modules, hooks, patched methods.
 
-A replaced module is a new head, say, or an adapter around a layer. A quantized layer's call passes it the quantizer of
-its input and its BatchNorm. Any other module is called as in the float model, and a BatchNorm that it does not take
-runs on its own.
+A quantized layer's call passes it the quantizer of its input and its BatchNorm. Any other module, a new head or an
+adapter, is called as in the float model, and a BatchNorm that it does not take runs on its own.
 """
 
 import logging
@@ -55,18 +54,16 @@ def watch(module: nn.Module) -> list[Callable[[], object]]:
 
 
 def may_write(module: nn.Module | None) -> bool:
-    """Return True if a module may write into its inputs.
-
-    It is watched, or not torch's: these write only with `inplace`.
-    """
+    """Return True if a module may write into its inputs."""
     if module is None:
         return False
+    # torch's own write only with `inplace`, which the graph shows.
     known = isinstance(module, (QuantLayer, Quantizer)) or type(module).__module__.startswith("torch.nn.modules.")
     return not known or is_watched(module)
 
 
 def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
-    """Return a module's attributes that are numbers, strings, flags, or tuples of them."""
+    """Return the attributes that are numbers, strings, flags, or tuples of such."""
     plain = (int, float, str, bool, type(None))
     return [
         (key, value)
@@ -131,10 +128,7 @@ def module_names(model: fx.GraphModule) -> set[str]:
 
 
 def follow_replacements(model: fx.GraphModule) -> bool:
-    """Make every call fit the module that it calls now; return True if one changed.
-
-    The graph has to be recompiled then.
-    """
+    """Make every call fit its module; return True if one changed: then recompile."""
     changed = False
     for node in list(model.graph.nodes):
         path = node.meta.get(SPLIT, str(node.target))

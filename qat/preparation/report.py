@@ -6,22 +6,19 @@ LEFT_IN_FLOAT = "qat_left_in_float"
 """Attribute of a prepared model and its parts: layer in float to the reason why."""
 
 WHOLE_MODEL = "(the model)"
-"""Name in `LEFT_IN_FLOAT` of a model that is prepared in parts.
-
-Its reason begins with "prepared in parts".
-"""
+"""Name in `LEFT_IN_FLOAT` of a model that is "prepared in parts, since ..."."""
 
 COMPROMISES = "qat_compromises"
 """Attribute: quantizer to the grid that another consumer of its tensor asked for."""
 
 LAYERS = "qat_layers"
-"""Attribute: all layers that a recipe could name, those in float too, to float class."""
+"""Attribute: all layers that a recipe could name, name to float class."""
 
 PROFILE = "qat_target"
 """Attribute of a traced part: the `TargetProfile` that its grids are for."""
 
 VERDICTS = "qat_self_checks"
-"""Attribute of a traced part: its self-checks by the model's state, the latest last."""
+"""Attribute of a traced part: its self-checks by state, the latest last."""
 
 
 def noted(model: nn.Module, key: str) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""The traced graph as a target's operators have it.
-
-Activations are taken apart, and none is written into its operand.
-"""
+"""The traced graph as a target has it: activations apart, and not in place."""
 
 import operator
 from typing import Any
@@ -13,6 +10,7 @@ from qat.graph.in_place import Memory, written_by
 from qat.graph.nodes import FACTS, scope_of, submodule_of
 from qat.preparation.operations import NONLINEAR, operation_of
 from qat.preparation.replacements import SPLIT
+from qat.quantizer import Quantizer
 from qat.recipe import ScopedRecipe
 from qat.targets import TargetProfile
 
@@ -50,11 +48,9 @@ def fixed_grid(node: fx.Node, graph_module: fx.GraphModule, profile: TargetProfi
 
 
 def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None) -> None:
-    """Let a quantizer keep to a grid for good, whatever the data are.
-
-    None leaves it as it is.
-    """
-    quantizer: Any = graph_module.get_submodule(name)
+    """Let a quantizer keep to a grid for good, whatever the data are."""
+    quantizer = graph_module.get_submodule(name)
+    assert isinstance(quantizer, Quantizer)
     if grid is not None:
         low, high = ((bound - grid[1]) * grid[0] for bound in quantizer.bounds())
         quantizer.set_range(torch.tensor(low), torch.tensor(high))

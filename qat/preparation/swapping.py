@@ -22,10 +22,7 @@ from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRecipe) -> dict[str, str]:
-    """Replace every called layer that has a quantized twin, in place.
-
-    Returns root's other layers, name to reason.
-    """
+    """Replace called layers by twins, in place; return the others, name to reason."""
     called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     left: dict[str, str] = {}
     composite = ""
@@ -66,10 +63,7 @@ def refusal(name: str, layer: nn.Module, recipe: ScopedRecipe) -> str | None:
 
 
 def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
-    """Add to `left` everything else that has parameters and computes in float.
-
-    That is functional weights, norms and slopes.
-    """
+    """Add to `left` all else that has parameters and computes in float, such as norms."""
     constant = constant_nodes(graph_module.graph)
     quantized = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     for node in graph_module.graph.nodes:
@@ -111,10 +105,7 @@ NORMS: dict[int, tuple[str, ...]] = {
 
 
 def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
-    """Pass each quantized layer the BatchNorm that alone reads its output.
-
-    Returns the others, name to reason.
-    """
+    """Pass layers the BatchNorm that alone reads them; return others, name to reason."""
     left: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         norm = submodule_of(graph_module, node)
@@ -150,10 +141,7 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
 
 
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Module) -> None:
-    """Refuse a recipe with an override that matches none of the layers.
-
-    Layers are given by name and name of float class.
-    """
+    """Refuse a recipe with an override that matches none of the layers."""
     twins = {name: layer for name, layer in layers_of(model) if isinstance(layer, QuantTwin)}
     own = {
         name
@@ -176,10 +164,7 @@ def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Mod
 
 
 def call_own_quantizers(graph_module: fx.GraphModule) -> None:
-    """Call the quantizers that quantized layers hold in the graph.
-
-    conv(x) becomes conv(conv.input_quantizer(x)).
-    """
+    """Write conv(conv.input_quantizer(x)) for conv(x), with quantizers of one's own."""
     for node in list(graph_module.graph.nodes):
         layer = submodule_of(graph_module, node)
         if not isinstance(layer, QuantLayer):
@@ -193,10 +178,7 @@ def call_own_quantizers(graph_module: fx.GraphModule) -> None:
 
 
 def drop_repeated(graph_module: fx.GraphModule) -> None:
-    """Drop calls of quantizers on tensors that lie on the same grid already.
-
-    A layer then shares the first quantizer.
-    """
+    """Drop calls of quantizers on their own grid; a layer then shares the first one."""
     nodes = list(graph_module.graph.nodes)
     calls = Counter(str(node.target) for node in nodes if node.op == "call_module")
     for node in nodes:

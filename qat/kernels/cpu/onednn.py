@@ -114,16 +114,13 @@ KINDS = {"dense": 1, "grouped": 6, "depthwise": 96}
 
 
 def are_exact(kind: str) -> bool:
-    """Return True if integer products may be used: exact here, and allowed.
-
-    QAT_PROCESSOR can forbid them. Matrix products belong to the dense kind. Where that is not exact, none is used.
-    """
+    """Return True if integer products are exact here, and QAT_PROCESSOR allows them."""
     return _are_exact(kind, processor.asked_for())
 
 
 @functools.cache
 def _are_exact(kind: str, asked: processor.Processor | None) -> bool:
-    if kind != "dense" and not _are_exact("dense", asked):
+    if kind != "dense" and not _are_exact("dense", asked):  # to which matrix products belong: then none is used
         return False
     if asked == "no-vnni":
         _say("QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids")

@@ -281,10 +281,7 @@ CHUNK, FEW = 32, 16
 
 
 def settled_norm(y: Tensor, shape: Shape, norm: Norm, grid: Grid) -> Tensor:
-    """Return five rows of a number a channel, as `_settle` writes them.
-
-    Running statistics move in place.
-    """
+    """Return a row of each number of `_settle`, and move running statistics in place."""
     programs, turns, across, parts = shape.shares()
     sums = y.new_empty((2, parts, shape.channels) if norm.follows else (1,), dtype=torch.float32)
     if norm.follows:
