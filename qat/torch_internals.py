@@ -76,14 +76,14 @@ def load_dynamo() -> None:
 
 
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b.T of float32 matrices; AttributeError or RuntimeError without oneDNN."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-    return y
+    """Return a @ b.T of float32 matrices, by oneDNN, if this torch has it."""
+    # Without it, an AttributeError or a RuntimeError.
+    return cast("Tensor", torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
 
 
 def product_of_bytes(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of two int8 matrices in int32; on CUDA of 17 rows and multiples of 8."""
-    return torch._int_mm(a, b)
+    """Return a @ b of int8 matrices in int32; CUDA has conditions on their sizes."""
+    return torch._int_mm(a, b)  # on CUDA of more than 16 rows, and other sizes that are multiples of 8
 
 
 NEAREST_EXACT_OPERATORS = torch.ops.aten._upsample_nearest_exact1d, torch.ops.aten._upsample_nearest_exact2d
@@ -111,7 +111,7 @@ def decomposed_operators() -> Any:
 
 def storage_id(x: Tensor) -> int:
     """Return a number for a tensor's memory, which views share and meta tensors have."""
-    return int(x.untyped_storage()._cdata)
+    return int(x.untyped_storage()._cdata)  # unlike an address, it tells meta tensors apart
 
 
 def version_of(x: Tensor) -> int:
@@ -128,7 +128,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return torch's live dict of a module's children by all their names, None included."""
+    """Return torch's live dict of a module's children, shared and None included."""
     return module._modules
 
 

@@ -86,14 +86,16 @@ class Evaluator:
     def __init__(self, model: PreparedGraph, agreed: dict[str, bool], reason: str | None = None) -> None:
         self.state, self.program, self.failures = State(model), None, 0
         self._agreed = agreed
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # the program outlives the caller's inference mode
             self.reason = _refusal(model) if reason is None else reason
             if self.reason is not None:
                 return
             try:
                 evaluated = cast("fx.GraphModule", evaluation_copy(model))
                 program = integer_program(evaluated)
-                if program is None or _in_float(program, evaluated):
+                called = {name for names in quantizer_calls(evaluated).values() for name in names}
+                # Quantizers outside of codes run inside a layer, or on a grid that bytes cannot hold.
+                if program is None or not called <= {node.meta.get(QUANTIZER) for node in program.graph.nodes}:
                     self.reason = "no layer, or not every quantizer, has integers of one byte outside of layers"
                     return
                 device = next(model.parameters()).device
@@ -135,7 +137,7 @@ class Evaluator:
         """
         assert self.program is not None
         if self._seen is not None:
-            self._seen.zero_()
+            self._seen.zero_()  # of an earlier call's NaN
         result, self.failures = self.program(*args, **kwargs), 0
         if (seen := self._seen) is not None:
             result = pytree.tree_map(
@@ -197,11 +199,6 @@ def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args:
         return False
     pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(_on_cpu(theirs)), strict=True)
     return all(_is_close(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
-
-
-def _in_float(program: fx.GraphModule, evaluated: nn.Module) -> bool:
-    held = {node.meta.get(QUANTIZER) for node in program.graph.nodes}
-    return not held.issuperset(name for names in quantizer_calls(evaluated).values() for name in names)
 
 
 def _sample(evaluated: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -1,4 +1,7 @@
-"""What of a fused graph runs how, and why: the predicates that decided it answer."""
+"""The answer of a fused graph to `qat.explain`: what runs how, and why.
+
+The predicates that decided it are asked again.
+"""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -29,7 +32,7 @@ def explain_part(
     evaluated = not model.training
     with evaluating(model) if evaluated else nullcontext():
         if evaluated:
-            model.train()
+            model.train()  # only what would train is asked about
         given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
         no_memory = "it has no memory to compute in (device meta)" if model._is_meta_only() else None
         whole = no_memory or model._watched_by() or model._refusal(given, compiling=False)
@@ -39,7 +42,9 @@ def explain_part(
             whole = whole or verdict.reason
         plan = CodesPlan(model, distrusted or ())
         if not plan.layers:
-            whole = whole or _nothing_on_codes(model)
+            quantizers = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
+            calibrated = not quantizers or any(each.is_calibrated for each in quantizers)
+            whole = whole or ("no layer of it takes codes" if calibrated else "it is not calibrated")
         rows = _rows(plan, whole, shapes)
     if whole is not None:
         how = f"trains {PLAINLY}: {whole}"
@@ -52,13 +57,6 @@ def explain_part(
     if evaluated:
         how = f"is in evaluation; in training it {how}"
     return how, rows
-
-
-def _nothing_on_codes(model: Any) -> str:
-    quantizers = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
-    if quantizers and not any(each.is_calibrated for each in quantizers):
-        return "it is not calibrated"
-    return "no layer of it takes codes"
 
 
 def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) -> dict[str, Row]:
@@ -123,7 +121,7 @@ def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Siz
     weight, source = _weight(plan, node, layer), plan.grid(node.args[0])
     assert source is not None
     quantizer: Any = submodule_of(plan.model, source)
-    zero = SHIFT if quantizer.spec.signed else 0
+    zero = SHIFT if quantizer.spec.signed else 0  # of the codes
     zero += 0 if quantizer.zero_point is None else round(float(quantizer.zero_point))
     if weight is None:
         return f"{ON_CODES}, in integers where it pays", ""

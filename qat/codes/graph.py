@@ -86,7 +86,7 @@ class FusedGraph(PreparedGraph):
                 self._name_left_out(error, args, kwargs)
                 raise
 
-        cls.forward = forward
+        cls.forward = forward  # of this model alone: torch.fx makes a class for each
         return code
 
     def _fused_engine(self) -> "FusedGraph":
@@ -126,7 +126,7 @@ class FusedGraph(PreparedGraph):
                     verdict = Verdict(None, f"{MOST_FAILURES} times no step of it could be run apart")
             if verdict is not None:
                 self._verdicts[fused.key] = verdict
-                state.fused, state.failures = None, 0
+                state.fused, state.failures = None, 0  # it is derived again, as the verdict says
                 if verdict.reason:
                     log.warning("%s", verdict)
             return self._derive().verdict
@@ -152,6 +152,7 @@ class FusedGraph(PreparedGraph):
                 onednn.are_exact(each)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
+        # Another device may have other kernels.
         moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         probed = self._engine_state.probed
         if probed and probed != {parameter.device for parameter in self.parameters()}:
@@ -185,7 +186,7 @@ class FusedGraph(PreparedGraph):
             return None
         if not compiling and not self._engine_state.probed:
             self._probe_devices()
-        fused = self._engine_state.fused if compiling else self._derive()
+        fused = self._engine_state.fused if compiling else self._derive()  # which Dynamo could not trace
         if fused is None or fused.graph is None or (compiling and not fused.watched.holds_compiled(self)):
             return None
         if fused.verdict is None and is_wanted():

@@ -59,7 +59,7 @@ def drop_defaults(evaluated: nn.Module) -> None:
 
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
-    """Name the activation quantizers' calls of a graph; the second call of `q` is `q.1`."""
+    """Name calls of a graph's activation quantizers; the second of `q` is `q.1`."""
     fixed = fixed_nodes(model.graph)
     seen: Counter[str] = Counter()
     return {

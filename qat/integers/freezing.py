@@ -1,4 +1,4 @@
-"""`freeze`: quantizers and quantized layers replaced by modules that hold their integers."""
+"""`freeze`: modules with integers in place of quantizers and quantized layers."""
 
 from typing import Any
 
@@ -58,7 +58,6 @@ class _Freezer:
         self.operations, self.weights_alone = operations, weights_alone
 
     def module(self, module: nn.Module, path: str) -> nn.Module:
-        """Return what replaces the module at this path."""
         if isinstance(module, fx.GraphModule):
             return self.graph(module, path)
         if isinstance(module, Quantizer):
@@ -76,17 +75,14 @@ class _Freezer:
         return module
 
     def table(self, table: QuantTable) -> nn.Module:
-        """Freeze an embedding's look-up; an EmbeddingBag still combines the rows itself."""
+        # An EmbeddingBag still combines the rows itself.
         rows = FrozenTable(table.integers(), self.operations)
         table.add_module("rows", rows)
-        object.__setattr__(table, "look_up", rows.forward)
+        object.__setattr__(table, "look_up", rows.forward)  # past torch, which would ask what it is
         return table
 
     def layer(self, layer: QuantLayer, path: str, inner: dict[str, Any]) -> FrozenLayer:
-        """Freeze a layer that quantizes its own input, with that quantizer inside.
-
-        `inner`: weight and bias of the products of a composite layer, by name.
-        """
+        # It quantizes its own input. `inner`: weight and bias of the products of a composite layer, by name.
         quantizer = layer.input_quantizer
         weight, bias = inner.get(path.rpartition(".")[2], (None, None))
         if quantizer is None and self.weights_alone:
@@ -95,7 +91,7 @@ class _Freezer:
         if quantizer is None:
             raise _no_grid(path, layer)
         quantizers = [quantizer]
-        if isinstance(layer, QuantBilinear):
+        if isinstance(layer, QuantBilinear):  # the one layer with two inputs
             other = layer.other_quantizer
             assert other is not None
             quantizers.append(other)
@@ -109,7 +105,6 @@ class _Freezer:
         return FrozenLayer(layer, path, integers, quantizers, self.operations, inputs)
 
     def graph(self, model: fx.GraphModule, path: str) -> fx.GraphModule:
-        """Rewrite the calls of a traced model."""
         values = constant_values(model)
         names = call_names(model)
         replacements: dict[str, nn.Module] = {}

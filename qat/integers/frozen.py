@@ -1,4 +1,4 @@
-"""Modules that hold the 8-bit integers of quantizers, parameters, layers or tables.
+"""Modules that hold the 8-bit integers of a quantizer, parameter, layer or table.
 
 They compute with `Operations`: in torch, or as the operators of the file that is written from them.
 """
@@ -139,7 +139,7 @@ class FrozenParameter(nn.Module):
 
 
 class FrozenLayer(nn.Module):
-    """A quantized layer with its BatchNorm folded in: int8 weight, int32 bias (or its floats).
+    """A quantized layer with its BatchNorm folded in: int8 weight, int32 bias.
 
     Args:
         layer: whose operation it is.

@@ -93,7 +93,7 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[q
         return None
     if not passes_values(x):
         return quantizers.CPUKernels if x.is_cpu and quantizers.applies(x, scale, zero_point) else None
-    found = triton_kernels() if _launches_at(x) else None
+    found = triton_kernels() if _launches_at(x) else None  # Triton launches on the current device
     if found is None or not found.applies(x, scale, zero_point):
         return None
     return cast("type[quantizers.CPUKernels]", found.TritonKernels)
@@ -135,7 +135,7 @@ def triton_kernels() -> ModuleType | None:
         device = min(TRITON_DEVICES)
         x, scale = torch.tensor([0.26, -9.0, 0.5], device=device), torch.tensor(0.5, device=device)
         y = found.TritonKernels.quantize(x, scale, None, -8, 7)
-        if y.tolist() == [0.5, -4.0, 0.5] and chains.works(x, scale):
+        if y.tolist() == [0.5, -4.0, 0.5] and chains.works(x, scale):  # a wrong compiler is as bad as none
             return found
         reason = "they are wrong here"
     except Exception as error:  # no Triton, no compiler for it, a card older than it supports

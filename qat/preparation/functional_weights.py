@@ -1,4 +1,4 @@
-"""Functional layers, `F.linear(x, self.qkv.weight)`, whose weights are quantized there."""
+"""Functional layers, `F.linear(x, self.qkv.weight)`, and their quantized weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRec
             for path, own in layer.named_modules():
                 if isinstance(own, Quantizer) and (why := grid_refusal(recipe.profile, own.role, own.spec)):
                     raise ValueError(f"prepare: '{recipe.full_name(name)}.{path}': {why}")
-            composite = f"{name}."
+            composite = f"{name}."  # its inner layers went with it
             graph_module.set_submodule(
                 name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_type_of(layer)))
             )

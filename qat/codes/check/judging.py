@@ -28,11 +28,10 @@ from qat.codes.operators.add import before_sum, quantize_sum
 from qat.codes.operators.codes import Codes, PreQuantizer
 from qat.codes.operators.curves import before_curve, before_softmax, quantize_curve, quantize_softmax
 from qat.codes.operators.matmul import matmul
-from qat.codes.operators.move import drop, reshape, reshape_by, shape_of
 from qat.codes.operators.norm import before_chain, quantize_chain
 from qat.codes.operators.pool import max_pool
 from qat.codes.operators.product import multiply
-from qat.codes.operators.quantize import decode, encode
+from qat.codes.operators.quantize import decode, drop, encode, reshape, reshape_by, shape_of
 from qat.codes.operators.repair import repair
 from qat.codes.training.rewriting import fused_graph
 from qat.codes.verdict import Verdict
@@ -94,8 +93,8 @@ def judge(model: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, obj
                 reason = reason or found.reason
                 if not found.distrusted:
                     return Verdict(None if found.distrusted is None else distrusted, reason)
-                distrusted += found.distrusted
-                base = copied(model)
+                distrusted += found.distrusted  # the next round leaves them out
+                base = copied(model)  # the step moved its running statistics
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # it cannot be copied, or it has no gradients
@@ -109,7 +108,7 @@ def _check(
     checking = _Checking(model, graph, batch_factor)
     try:
         found = training_step(checking, inputs)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # no fault of the model's: there is no verdict
         raise
     except Exception as error:  # whatever it is, the plain graph runs
         return Verdict(None, f"{checking.last or 'its fused step'} raises {_described(error)}")

@@ -77,7 +77,7 @@ def compare_quantizing(
     paired = PairedArguments.of(args)
     quantizer = next(each for each in args if isinstance(each, Quantizer))
     modules = [each for each in args if isinstance(each, nn.Module)]
-    with _kept_buffers(modules):
+    with _kept_buffers(modules):  # a BatchNorm moves its running statistics
         found = function(*paired.coded)
     if not isinstance(found, Codes) and not passes_values(found):
         return None

@@ -83,8 +83,7 @@ def copied(model: _Module) -> _Module:
 @contextlib.contextmanager
 def unseen_by_hooks() -> Iterator[None]:
     """Take gradients in this context without a hook seeing the saved tensors."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
+    with torch.enable_grad(), contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):  # hooks are disabled here, so there are none
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield

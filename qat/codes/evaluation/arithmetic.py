@@ -185,7 +185,7 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Return codes on the grid `to` of clamp(a * b, *clip); a and b may broadcast."""
     if a.numel() < b.numel():
-        a, b, grids = b, a, grids[::-1]
+        a, b, grids = b, a, grids[::-1]  # gates, one for each channel, come second
     gated = a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1)
     alike = gated or (a.shape == b.shape and is_dense(a) and a.stride() == b.stride())
     if alike and (triton := _in_triton(a)) is not None:

@@ -80,6 +80,7 @@ class Product(nn.Module):
         self.sums = Sums()
         self.table: Tensor | None = None
         self.kind = torch.uint8
+        # Sums of (code - 128) * weight lack this of those of (code - zero) * weight.
         missing = (MIDDLE - int(source.zero)) * integers.codes.detach().flatten(1).sum(1)
         self.shift = nn.Buffer(missing.to(torch.int32))
 
@@ -138,18 +139,16 @@ class Product(nn.Module):
         def run(codes: Tensor) -> Tensor:
             sums = fast(codes)
             if codes.shape not in self.sums.shapes:  # by which the libraries choose
-                if not self._are_exact(sums[:1], codes[:1]):
+                exact, found = self._in_float(torch.float64)(codes[:1]), sums[:1]
+                if found.dtype is torch.int32:
+                    shape = [-1, *[1] * (found.dim() - 2)] if self.geometry.stride else [-1]
+                    found = found + self.shift.view(shape)
+                if not torch.equal(found.float(), exact):
                     raise RuntimeError(f"a product of {tuple(self.weight.shape)} is not exact in float32 here")
                 self.sums.shapes.add(codes.shape)
             return sums
 
         return run
-
-    def _are_exact(self, sums: Tensor, codes: Tensor) -> bool:
-        exact = self._in_float(torch.float64)(codes)
-        if sums.dtype is torch.int32:
-            sums = sums + self.shift.view([-1, *[1] * (sums.dim() - 2)] if self.geometry.stride else [-1])
-        return torch.equal(sums.float(), exact)
 
     def _in_bytes(self) -> Callable[[Tensor], Tensor]:
         # int32 sums of (code - 128) * weight, which `shift` completes.

@@ -1,4 +1,4 @@
-"""`integer_program`: the graph that evaluation computes, on uint8 codes; `merged`: the same in fewer passes.
+"""The graph that evaluation computes on uint8 codes, and the same in fewer passes.
 
 It is derived from an `evaluation_copy`. Where a layer reads a tensor that lies on the grid of a quantizer, it reads its
 codes; where a quantizer follows a layer, a sum, or a function of one value, both become one step. Everything else
@@ -186,7 +186,7 @@ class Writer:
         if len(before.users) == 1:
             if before in self.layers:
                 return Chain("layer", before, (*clips, before), clip)
-            if self._kind(before) and self._reads_codes(before):
+            if operation_of(before, self.model, JOINING) in ("add", "mul") and self._reads_codes(before):
                 return Chain("join", before, (*clips, before), clip)
         steps: list[fx.Node] = []
         start = source
@@ -213,10 +213,6 @@ class Writer:
             return False
         return self.memory.can_wait(node.all_input_nodes[0], (node,))
 
-    def _kind(self, node: fx.Node) -> str | None:
-        kind = operation_of(node, self.model, JOINING)
-        return kind if kind in ("add", "mul") else None
-
     def _reads_codes(self, node: fx.Node) -> bool:
         if node.kwargs or len(node.args) != 2 or any(self._grid(each) is None for each in node.args):
             return False
@@ -235,7 +231,8 @@ class Writer:
         if chain.kind == "join":
             operands = [self._coded(each) for each in chain.start.args]  # type: ignore[arg-type]
             sources = [self.grids[self._grid(each)] for each in chain.start.args]  # type: ignore[index]
-            return self._call(Join(str(self._kind(chain.start)), (sources[0], sources[1]), to, chain.clip), *operands)
+            kind = str(operation_of(chain.start, self.model, JOINING))
+            return self._call(Join(kind, (sources[0], sources[1]), to, chain.clip), *operands)
         if chain.kind == "table":
             return self._looked_up(chain.start, chain.steps, to)
         if chain.kind == "cat":
@@ -265,7 +262,7 @@ class Writer:
         source, module = node.args[0], submodule_of(self.model, node)
         if source not in self.codes and not isinstance(source, (tuple, list)):
             return False
-        if any(self.memory.writers(node)):
+        if any(self.memory.writers(node)):  # a write would not reach the codes
             return False
         modules = (*DROPOUTS, *RESHAPING_MODULES, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle)
         moves = is_call(node, modules, MOVING_FUNCTIONS, PASSING_METHODS, self.model)

@@ -80,7 +80,7 @@ def first_derivative(backward: Backward) -> Backward:
 
 
 class PreQuantizer(NamedTuple):
-    """What torch's operations compute before a quantizer, of floats."""
+    """The tensors before a quantizer, as torch's operations compute them of floats."""
 
     y: Tensor  # the input of the clip
     z: Tensor  # the input of the quantizer

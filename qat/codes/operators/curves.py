@@ -1,4 +1,4 @@
-"""Activation function and quantizer in one pass, and softmax and quantizer in one pass.
+"""Activation and quantizer, or softmax and quantizer, in one pass.
 
 The function's float output is not stored, except for softmax, whose gradient needs the probabilities. The functions are
 torch's own; C's are accurate to a few units in the last place, so a value next to a tie may round to the other level.

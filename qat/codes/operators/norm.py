@@ -48,10 +48,6 @@ def _batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 def _norm_quantize(
     y: Tensor, norm: list[Tensor], clip: list[float], grid: GridTensors, levels: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip); norm holds gamma, beta, mean and inverse.
-
-    C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
-    """
     # C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
     alpha, offset = _linear_form(y, *norm)
     z = torch.addcmul(offset, y, alpha).clamp_(*clip)

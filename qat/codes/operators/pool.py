@@ -65,7 +65,6 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def _pairs(window: list[int]) -> list[list[int]]:
-    """Kernel, stride, padding and dilation."""
     return [window[k : k + 2] for k in (0, 2, 4, 6)]
 
 

@@ -127,7 +127,7 @@ def codes_product(
             scales, smallest = (own.reshape(-1).expand(len(steps)).contiguous() for own in (scales, smallest))
         quantize_rows(weight, scales, levels[0], levels[1], smallest, codes=rounded, steps=steps)
         y = product.multiply_integers(codes, step, zero, rounded, steps, bias)
-        y = y.fill_(math.nan) if step != step else y
+        y = y.fill_(math.nan) if step != step else y  # a NaN of the input: integers lose it
     else:
         y = product.multiply(dequantize(codes, qparams), _values_on_grid(weight, grid, levels), bias)
     return to_layout(y, product.layout(codes, weight))

@@ -86,6 +86,7 @@ class Activation:
 
 def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
     """Return the activation that a node computes for one reader, if kernels know it."""
+    # Another reader would need the activation itself, which is never written to memory.
     if len(node.users) != 1 or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, module = node.args[0], submodule_of(model, node)

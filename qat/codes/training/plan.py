@@ -59,7 +59,9 @@ class CodesPlan:
         self.refused |= dict.fromkeys(worthless, "nothing that computes on codes reads it")
         # Quantizers that are computed with the nodes before them, and these nodes.
         self.chains = {node: chain for node, chain in chains.items() if node not in self.refused}
-        self.moved = self._moved_as_codes()  # operations that move codes, such as reshapings
+        # Max pools, reshapings and dropouts whose result is read as codes.
+        moves = {step for node in self._read(self.chains) for step in self.path_to_quantizer(node) if step.args}
+        self.moved = {step for step in moves if self.grid(step) in self.chains and self._takes_codes(step)}
         taken = self.chains.values()
         # Nodes that are computed as part of a chain, and layers whose BatchNorm is.
         self.absorbed = {node for chain in taken if chain.activation is not None for node in chain.activation.nodes}
@@ -172,14 +174,6 @@ class CodesPlan:
         # The source is kept for the backward; a caller who gets it as an output may write to it before that.
         returned = any(reader.op == "output" for reader in self.memory.readers(found.source))
         return None if returned else found
-
-    def _moved_as_codes(self) -> set[fx.Node]:
-        return {
-            step
-            for node in self._read(self.chains)
-            for step in self.path_to_quantizer(node)
-            if step.args and self.grid(step) in self.chains and self._takes_codes(step)
-        }
 
     def _norm_may_follow(self, chain: FusedGroup) -> bool:
         norm = chain.layer.kwargs.get("norm") if chain.layer is not None else None

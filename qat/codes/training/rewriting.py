@@ -14,11 +14,10 @@ from torch import fx
 from qat.codes.operators.add import quantize_sum
 from qat.codes.operators.curves import quantize_curve, quantize_softmax
 from qat.codes.operators.matmul import matmul
-from qat.codes.operators.move import drop, reshape, reshape_by, shape_of
 from qat.codes.operators.norm import quantize_chain
 from qat.codes.operators.pool import max_pool
 from qat.codes.operators.product import multiply
-from qat.codes.operators.quantize import decode, encode
+from qat.codes.operators.quantize import decode, drop, encode, reshape, reshape_by, shape_of
 from qat.codes.operators.repair import repair
 from qat.codes.training.plan import CodesPlan
 from qat.codes.training.watched import Watched, module_tree
@@ -49,7 +48,7 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> Fus
     graph = fused_graph(model)
     code = "" if graph is None else graph.python_code("self").src
     key = hashlib.sha256(repr((watched.text, model.code, code, kinds)).encode()).hexdigest()[:16]
-    verdict = verdicts.get(key)
+    verdict = verdicts.get(key)  # of a model that was derived alike
     if verdict is not None and verdict.distrusted != ():
         graph = None if verdict.distrusted is None else fused_graph(model, verdict.distrusted)
     run, modules = (None, None) if graph is None else (compiled(graph), module_tree(model, graph))
@@ -81,7 +80,6 @@ class _Rewriting:
         self.modules: dict[str, fx.Node] = {}
 
     def rewritten(self) -> fx.Graph:
-        """Return the new graph."""
         begun = False
         for node in self.plan.nodes:
             if not begun and node.op != "placeholder":  # placeholders may come after an input's quantizer
@@ -108,6 +106,7 @@ class _Rewriting:
         # Before anything else reads the scales.
         names = [str(node.target) for node in self.plan.chains]
         names += [f"{node.target}.weight_quantizer" for node in self.plan.layers]
+        # A shared quantizer has several names, and is repaired once.
         by_identity = {id(self.model.get_submodule(name)): name for name in sorted(names)}
         self.graph.call_function(repair, tuple(map(self._module, by_identity.values())))
 

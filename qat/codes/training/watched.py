@@ -1,4 +1,4 @@
-"""Which modules kernels may replace, and guards that detect when a model changed.
+"""Modules that kernels may replace, and guards that detect when a model changed.
 
 A kernel computes what a module would, without calling it. That is correct only for classes whose forward is known, if
 no hook waits for the call, if nothing changed what the call computes (a patched `forward`, a subclass), and as long as

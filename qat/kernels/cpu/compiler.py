@@ -81,7 +81,7 @@ def library() -> ctypes.CDLL | None:
 
 def _built(compiler: str) -> Path:
     more = tuple(os.environ.get("QAT_KERNELS_CFLAGS", "").split())
-    key = hashlib.sha256()
+    key = hashlib.sha256()  # of all that the library depends on
     for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes() + b"\0")
     version = _ran([*compiler.split(), "--version"]).stdout
@@ -96,6 +96,7 @@ def _built(compiler: str) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="qat-kernels-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     said = ""
+    # Beside its place, since only a move within one file system is atomic.
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as workplace:
         target = Path(workplace) / "library.so"
         for variant in VARIANTS:

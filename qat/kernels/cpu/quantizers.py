@@ -40,7 +40,7 @@ def rows_of(x: Tensor, scale: Tensor) -> int:
     """Return how many consecutive rows of x have a scale of their own; 0 if none do."""
     if scale.numel() == 1:
         return 1
-    axis = x.dim() - scale.dim()
+    axis = x.dim() - scale.dim()  # to which axis of x the first of scale belongs, if they broadcast
     rows = x.shape[0] if x.dim() else 0
     lengths = scale.shape[1:] if axis == 0 else ()
     if axis != 0 or scale.shape[0] != rows or any(length != 1 for length in lengths):
@@ -63,7 +63,7 @@ def _grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Gri
 
 def integer_zero(zero_point: float, qmin: int, qmax: int) -> float:
     """Return clamp(round(zero_point), qmin, qmax); NaN stays NaN."""
-    if not math.isfinite(zero_point):
+    if not math.isfinite(zero_point):  # round() takes no infinity
         return min(max(zero_point, qmin), qmax) if zero_point == zero_point else zero_point
     return float(min(max(round(zero_point), qmin), qmax))
 
