@@ -77,7 +77,7 @@ def quantizer_calls(model: nn.Module, path: str = "") -> dict[str, list[str]]:
     if isinstance(model, Quantizer):
         return {path: [path]} if model.role == "activation" else {}
     calls: dict[str, list[str]] = {}
-    children = list(model.named_children())
+    children = list(model.named_children())  # of a module without a graph, all of them may run
     if isinstance(model, fx.GraphModule):
         for node, name in call_names(model).items():
             calls.setdefault(joined(path, str(node.target)), []).append(joined(path, name))

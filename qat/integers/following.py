@@ -64,6 +64,7 @@ class Follower:
         self.calls, self.integers, self.file = calls, integers, file
         self.differences: list[LayerDifference] = []
         self._seen: Counter[str] = Counter()
+        # Only then are inputs kept, to find the equal call.
         self._merged = any(name not in integers for names in calls.values() for name in names)
         self._followed: list[tuple[Quantizer, Tensor, Tensor]] = []
 

@@ -104,7 +104,7 @@ class FrozenQuantizer(nn.Module):
         self.offset = stored_offset(quantizer)
         low, high = (bound + self.offset for bound in quantizer.bounds())
         limits = torch.iinfo(zero_point.dtype)
-        self.clips = (low, high) != (limits.min, limits.max)
+        self.clips = (low, high) != (limits.min, limits.max)  # else the type clips by itself
         self.scale = nn.Buffer(scale)
         self.zero_point = nn.Buffer(zero_point)
         self.low = nn.Buffer(torch.tensor(low, dtype=zero_point.dtype))

@@ -36,7 +36,7 @@ _switches = _Switches()
 
 @contextmanager
 def _on(name: str) -> Iterator[None]:
-    before = getattr(_switches, name)
+    before = getattr(_switches, name)  # contexts may be nested
     setattr(_switches, name, True)
     try:
         yield

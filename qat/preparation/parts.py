@@ -89,7 +89,7 @@ def prepare_parts(
                 call_with(root, examples)
         except Exception as error:  # of the user's own code
             raise does_not_run("prepare", root, f"the example_inputs {described(examples)}", error) from error
-    for name in ("first_bits", "last_bits"):
+    for name in ("first_bits", "last_bits"):  # only one graph says which layers run first and last
         if getattr(recipe, name) is not None:
             raise ValueError(
                 f"prepare: {name}={getattr(recipe, name)} needs a model with one graph, and {reason}; use overrides"
@@ -127,7 +127,7 @@ class _PartsVisitor:
         left: dict[str, str],
     ) -> None:  # fmt: skip
         self.recipe, self.calls, self.graph_class, self.left = recipe, calls, graph_class, left
-        self._done: dict[int, nn.Module] = {}
+        self._done: dict[int, nn.Module] = {}  # a shared module is prepared once
 
     def visit(self, module: nn.Module, path: str) -> None:
         # torch's fast path for these reads the weights directly and does not call the layers that hold them.

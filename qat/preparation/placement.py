@@ -180,7 +180,7 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
         others = sorted({str(spec) for spec in specs if spec not in kept and spec.bits == chosen.bits})
         if others:
             compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
-    drop_repeated(graph_module)
+    drop_repeated(graph_module)  # those that placement left behind a quantizer with the same grid
     for node in list(graph_module.graph.nodes):
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):

@@ -40,7 +40,7 @@ class Block(nn.Module):
         return 1 + max((int(name) for name in children_of(self) if name.isdigit()), default=-1)
 
     def __bool__(self) -> bool:
-        return True
+        return True  # also without children, where its length is 0
 
     def __getitem__(self, key: int | str) -> Any:
         if isinstance(key, int) and key < 0:
@@ -110,7 +110,7 @@ class PreparedGraph(Block, fx.GraphModule):
 
         @functools.wraps(cls.forward)
         def forward(self: PreparedGraph, *args: object, **kwargs: object) -> object:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():  # Dynamo cannot follow replaced modules
                 return self._generated(*args, **kwargs)
             self._follow_changes()  # which may generate it anew
             try:
@@ -191,7 +191,7 @@ class PreparedGraph(Block, fx.GraphModule):
         try:
             twin = cast("PreparedGraph", super().__deepcopy__(memo))
         except TypeError:  # a lock, an open file, a SummaryWriter: copies share what cannot be copied
-            memo.clear()
+            memo.clear()  # of what the failed copy left
             memo.update(known)
             for value in [value for each in self.modules() for value in plain_attributes(each).values()]:
                 try:

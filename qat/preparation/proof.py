@@ -72,7 +72,7 @@ def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Arguments]) -> 
 def _compare(name: str, layer: QuantLayer, args: tuple[Any, ...], kwargs: dict[str, Any], evaluated: object) -> None:
     if not isinstance(evaluated, Tensor) or not evaluated.numel():
         return
-    layer.training = True
+    layer.training = True  # of the layer alone: its quantizers stay in evaluation
     try:
         trained = layer.forward(*args, **kwargs)
     finally:

@@ -149,7 +149,7 @@ def follow_replacements(model: fx.GraphModule) -> bool:
         if wanted.keys() == now.keys():
             continue
         changed = True
-        node.meta[AS_PREPARED] = paths
+        node.meta[AS_PREPARED] = paths  # a quantized layer may come back
         _pass_modules(node, wanted, now)
         _call_norm_alone(node, None if "norm" in wanted else paths.get("norm"))
     if changed:
@@ -189,7 +189,7 @@ def _call_norm_alone(node: fx.Node, norm: str | None) -> None:
         with node.graph.inserting_after(node):
             call = node.graph.call_module(norm)
         node.replace_all_uses_with(call)
-        call.args, call.meta[STANDALONE_NORM] = (node,), True
+        call.args, call.meta[STANDALONE_NORM] = (node,), True  # last, or it would have become its own argument
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:

@@ -59,6 +59,7 @@ def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None)
 
 
 def _split(node: fx.Node, x: Any) -> None:
+    # The scope gives the quantizers of both their names.
     scope = str(node.target) if node.op == "call_module" else scope_of(node)
     with node.graph.inserting_before(node):
         sigmoid = node.graph.call_function(torch.sigmoid, (x,))

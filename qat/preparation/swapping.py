@@ -196,5 +196,6 @@ def drop_repeated(graph_module: fx.GraphModule) -> None:
 
 def are_equal(a: Quantizer, b: Quantizer) -> bool:
     """Return True if two quantizers have the same spec and the same range."""
+    # On device meta there are no ranges yet to differ.
     states = zip(a.state_dict().values(), b.state_dict().values(), strict=False)
     return a is b or (a.spec == b.spec and all(x.is_meta or torch.equal(x, y) for x, y in states))

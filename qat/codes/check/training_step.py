@@ -63,7 +63,7 @@ def detached(x: object) -> object:
 
 def noise(y: Tensor) -> Tensor:
     """Return random numbers in a tensor's shape, the same at every call."""
-    generator = torch.Generator("cpu").manual_seed(y.numel())
+    generator = torch.Generator("cpu").manual_seed(y.numel())  # the user's own random numbers are left alone
     return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
 
 

@@ -294,12 +294,12 @@ def merged(program: fx.GraphModule) -> fx.GraphModule:
         if found is not None:
             node.args = found[0]
             program.set_submodule(str(node.target), found[1])
-    drop_unread(program.graph, program)
+    drop_unread(program.graph, program)  # tables of the products that became tables themselves
     for node in program.graph.nodes:
         step = submodule_of(program, node)
         if not isinstance(step, (Product, Join)) or step.grid is None:
             continue
-        step = copy.copy(step)
+        step = copy.copy(step)  # the given program keeps its own
         program.set_submodule(str(node.target), step)
         if isinstance(step, Join):
             step.kind = torch.int8 if _wanted(program, node) is torch.int8 else torch.uint8

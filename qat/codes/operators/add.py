@@ -63,7 +63,7 @@ def add_quantize_backward(
     grid: GridTensors, levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradient of the sum, which is that of both operands, and of scale."""
-    grad = in_layout_of(grad, a)
+    grad = in_layout_of(grad, a)  # C goes through all tensors in one order
     grad_sum, grad_scale = torch.empty_like(grad), empty_scale(grid)
     compiled().add_quantize_backward(
         elements_at("grad", grad, a), _operand(a, a_qparams, a), _operand(b, b_qparams, a),

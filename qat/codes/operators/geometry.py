@@ -157,7 +157,7 @@ class Geometry(NamedTuple):
         """Return the gradients of x, weight and bias, None where not needed."""
         if not self.stride:
             return _gradients_of_rows(grad, x, weight, needs)
-        if self._is_product_of_rows(grad, x, weight):
+        if self._is_product_of_rows(grad, x, weight):  # with channels innermost, these are views
             rows, inputs = grad.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)
             of_x, of_weight, of_bias = _gradients_of_rows(rows, inputs, weight.flatten(1), needs)
             of_x = None if of_x is None else of_x.permute(0, 3, 1, 2)

@@ -277,7 +277,7 @@ def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 def _norm_statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     # gamma, beta, mean, 1 / sqrt(var + eps), and True if the last two are the batch's; updates running statistics.
     follows = norm.training or norm.running_mean is None
-    if follows and y.numel() == y.shape[1]:  # as torch
+    if follows and y.numel() == y.shape[1]:  # in torch's own words
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
     if not follows:
         mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)

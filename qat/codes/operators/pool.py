@@ -27,7 +27,7 @@ def _max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
     sizes = pooled_sizes(codes, window)
     padded = F.pad(codes.to(torch.int16), _pads(list(codes.shape[2:]), sizes, window), "constant", OUTSIDE)
     largest = _slice(padded, 0, sizes, window)
-    where = torch.zeros_like(largest, dtype=torch.uint8)
+    where = torch.zeros_like(largest, dtype=torch.uint8)  # a later place only wins if it is larger
     for k in range(1, window[0] * window[1]):
         each = _slice(padded, k, sizes, window)
         where.masked_fill_(each > largest, k)

@@ -26,7 +26,7 @@ def is_dense(x: Tensor) -> bool:
 
 def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the address of `count` consecutive numbers; the error names them `what`."""
-    found: int
+    found: int  # 0 if the memory was given back
     if x.numel() == count and x.dtype is dtype and x.is_cpu and x.is_contiguous() and (found := x.data_ptr()):
         return found
     raise ValueError(

@@ -136,7 +136,7 @@ def stored(folder: Path, key: str) -> Path | None:
         whole = stat.S_ISREG(path.lstat().st_mode) and not _is_open(path)
         if whole and path.stem == f"{key}-{_digest(path)}":
             return path
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process may have removed it
             path.unlink()
     return None
 
@@ -157,7 +157,7 @@ def _is_open(path: Path, above: bool = False) -> bool:
     # Someone who is neither this user nor root owns the path or can write to it. Of a folder `above`: everyone can
     # replace what is in it; in a sticky one (/tmp) users replace their own.
     state = path.stat()
-    if above:
+    if above:  # in a sticky folder users replace their own files alone
         return bool(state.st_mode & stat.S_IWOTH) and not state.st_mode & stat.S_ISVTX
     return state.st_uid not in (0, os.getuid()) or bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 

@@ -165,7 +165,7 @@ def _example(groups: int) -> tuple[Tensor, Tensor]:
     draw = functools.partial(torch.randint, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     codes = draw(0, 256, (2, 96, 9, 9), dtype=torch.uint8)
     weight = draw(-127, 128, (96, 96 // groups, 3, 3), dtype=torch.int8)
-    codes[0], weight[:4], weight[4:8] = 255, 127, -127
+    codes[0], weight[:4], weight[4:8] = 255, 127, -127  # the extremes, which saturate first
     return codes, weight
 
 
