@@ -26,7 +26,7 @@ a value by.
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """One quantizer's integers in a runtime and in torch, from the same integers.
+    """One quantizer's integers in a runtime and in torch, of the same input integers.
 
     Attributes:
         name: the quantizer.

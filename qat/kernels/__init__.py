@@ -1,4 +1,4 @@
-"""Fast kernels by device, for the costliest estimators of qat.functional."""
+"""Fast kernels by device; the formulas in qat.functional are their reference."""
 
 from qat.kernels.dispatch import (
     choose,

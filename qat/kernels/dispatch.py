@@ -64,7 +64,7 @@ def plain_formulas() -> Iterator[None]:
 
 @contextmanager
 def float_products() -> Iterator[None]:
-    """Multiply in float in this context, even where integers would be faster."""
+    """Train with products in float on the same grids, even where integers are faster."""
     with _on("in_float"):
         yield
 
@@ -80,7 +80,10 @@ def plain_wanted() -> bool:
 
 
 def plain_here() -> bool:
-    """Return True if plain operations are asked for, or something watches operations."""
+    """Return True if plain operations have to run.
+
+    They are asked for, or something besides autograd watches operations.
+    """
     return torch.compiler.is_compiling() or plain_wanted() or operations_are_watched()
 
 
@@ -100,7 +103,10 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[q
 
 
 def passes_values(x: Tensor) -> bool:
-    """Return True if kernels on x's device pass on values in training, and no codes."""
+    """Return True if kernels that train on x's device write values, and no codes.
+
+    Layers pass these values on.
+    """
     return x.device.type in TRITON_DEVICES
 
 
@@ -113,7 +119,7 @@ def _launches_at(x: Tensor) -> bool:
 
 
 def triton_here(x: Tensor, evaluates: bool = False) -> ModuleType | None:
-    """Return the module of Triton's kernels over chains, or over codes, or None."""
+    """Return the module of Triton's kernels over chains or codes if they take x."""
     found = triton_kernels() if type(x) is Tensor and not plain_here() and _launches_at(x) else None
     if found is None or not (evaluates or x.dtype in found.DTYPES):
         return None

@@ -30,9 +30,10 @@ from qat.torch_internals import children_of
 def prepare_graph(
     root: nn.Module, recipe: ScopedRecipe, examples: Examples | None, graph_class: type[PreparedGraph]
 ) -> PreparedGraph:
-    """Trace a float model or submodule, and quantize the graph in place.
+    """Trace a float model or submodule, and quantize the graph.
 
-    A model that cannot be traced is a CaptureError, and unchanged; a grid of the recipe that does not fit a ValueError.
+    The graph takes over the model's own layers. A model that cannot be traced is a CaptureError, and unchanged; a grid
+    of the recipe that does not fit a ValueError.
     """
     if examples is None:
         raise CaptureError("there are no example_inputs, with which the model would be one graph")

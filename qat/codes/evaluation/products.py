@@ -57,15 +57,7 @@ class Sums:
 class Product(nn.Module):
     """Maps codes to codes of clamp((sum((x - zero) * weight) + bias) * scale, *clip).
 
-    Without a grid `to`, it returns these floats.
-
-    Args:
-        layer: whose operation it is.
-        geometry: of the layer.
-        integers: weight and bias.
-        source: the grid of the input.
-        clip: floor and ceiling behind the layer.
-        to: the grid of the output.
+    `source` is the grid of the input and `to` that of the output; without `to`, the product returns these floats.
     """
 
     def __init__(

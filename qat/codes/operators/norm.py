@@ -179,14 +179,7 @@ def norm_quantize_backward(
 
 
 class QuantizeChainFunction(torch.autograd.Function):
-    """BatchNorm -> clip -> quantizer.
-
-    Forward, with alpha = gamma / sqrt(var + eps) and beta' = beta - mean * alpha:
-        codes = clamp(round(clip(y * alpha + beta') / step) + zero, low, high)
-    Backward: the chain rule through the three; `masked` is the gradient that passes quantizer and clip. With the
-        statistics of the batch
-        dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) / (var + eps))
-    """
+    """codes = clamp(round(clip(norm(y)) / step) + zero, low, high)."""
 
     @staticmethod
     def forward(
