@@ -66,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
         print(json.dumps(results, indent=1))
     else:
         rows = [[each["runtime"], f"{each['top1']:.2f}", f"{100 * each['same_answers']:.2f} %"] for each in results]
-        rows[0][2] = ""
+        rows[0][2] = ""  # it is compared with itself
         cells = [[*row, f"{each['images_per_second']:,.0f}"] for row, each in zip(rows, results, strict=True)]
         head = ["runtime", "top1 %", f"as {results[0]['runtime']}", "images/s"]
         print("\n".join([*table([head, *cells], numbers=True), "", noise_of(results[0]["top1"], len(truths))]))

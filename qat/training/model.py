@@ -152,7 +152,8 @@ def _weights(name: str, wanted: str) -> "WeightsEnum":
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)]
-    name, old = layers[-1]
+    name: str
+    name, old = layers[-1]  # models of torchvision end with their classifier
     bias = old.bias is not None
     if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
         new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
@@ -283,7 +284,6 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Call `qat.prepare` with the config's recipe."""
     try:
         recipe = build_recipe(config.quantization)
         for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):

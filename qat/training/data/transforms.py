@@ -50,7 +50,6 @@ class Preprocessing:
     resized_by: Literal["pillow", "torch"] = "pillow"
 
     def apply(self, picture: Picture) -> Tensor:
-        """Resize the shorter side, crop the centre, normalise."""
         return ToInput(self.mean, self.std)(cropped(resized(picture, self.resize_size), self.image_size))
 
 
@@ -80,12 +79,11 @@ def _width_and_height(picture: Picture) -> tuple[int, int]:
 
 
 def pixels_of(image: Image.Image) -> Tensor:
-    """Return an 8-bit RGB image as a tensor (3, H, W)."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 class ToInput:
-    """Normalisation of a picture, or of uint8 (..., C, H, W): (pixel/255 - mean) / std."""
+    """Normalisation of a picture, or uint8 (..., C, H, W): (pixel/255 - mean) / std."""
 
     def __init__(self, mean: Channels, std: Channels) -> None:
         self.mean = torch.tensor(mean).mul(255).view(3, 1, 1)

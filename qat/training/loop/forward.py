@@ -33,7 +33,6 @@ Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def check_graphs(device: torch.device, cuda_graphs: str | bool) -> None:
-    """Raise a UserError if CUDA graphs are asked for and the device has none."""
     if cuda_graphs is True and device.type != "cuda":
         raise UserError(f"cuda_graphs: true needs a CUDA device; on device {device.type!r} leave it out")
 

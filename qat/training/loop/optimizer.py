@@ -87,10 +87,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_p
 
 
 class TwoOptimizers(torch.optim.Optimizer):
-    """Optimizers of different parameters that step together.
-
-    Its groups are the same dictionaries as those of its parts, so that a schedule reaches them.
-    """
+    """Optimizers that step together; its groups are the same dicts as its parts'."""
 
     def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
         self.parts = tuple(parts)
