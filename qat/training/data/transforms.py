@@ -100,17 +100,12 @@ class ToInput:
         return images.mul(self.std).add(self.mean).round().clamp(0, 255).to(torch.uint8)
 
 
-class Cutout:
+def cutout(image: Tensor, side: int) -> Tensor:
     """Set a square with a random centre to 0, the mean (arXiv:1708.04552)."""
-
-    def __init__(self, side: int) -> None:
-        self.side = side
-
-    def __call__(self, image: Tensor) -> Tensor:
-        top, left = (int(torch.randint(length, ())) - self.side // 2 for length in image.shape[1:])
-        # At the border, only a part of the square lies inside.
-        image[:, max(0, top) : max(0, top + self.side), max(0, left) : max(0, left + self.side)] = 0
-        return image
+    top, left = (int(torch.randint(length, ())) - side // 2 for length in image.shape[1:])
+    # At the border, only a part of the square lies inside.
+    image[:, max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)] = 0
+    return image
 
 
 def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
@@ -132,7 +127,7 @@ def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
     if augment.random_erasing:
         steps.append(v2.RandomErasing(augment.random_erasing))
     if augment.cutout:
-        steps.append(Cutout(augment.cutout))
+        steps.append(partial(cutout, side=augment.cutout))
     pipeline: Transform = v2.Compose(steps)
     return pipeline
 
