@@ -1,4 +1,6 @@
-"""Quantization-aware training for PyTorch on straight-through estimators: what is trained is what is deployed.
+"""Quantization-aware training for PyTorch on straight-through estimators.
+
+The integers that are trained are the integers that are deployed.
 
     float_model = torchvision.models.resnet18(weights="DEFAULT")
     model = qat.prepare(float_model, example_inputs=images)

@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm: computed anew for the weights as they are now, or frozen."""
+"""Running statistics of BatchNorm: estimated anew, frozen, or of all ranks."""
 
 import logging
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from qat.torch_internals import AnyBatchNorm
 
 @torch.no_grad()
 def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
-    """Compute the running statistics of every BatchNorm anew, as the means over these batches.
+    """Compute the running statistics of every BatchNorm anew, from these batches.
 
     Training normalises with the statistics of each batch, evaluation with running ones. After a short training, or with
     a small momentum, these lag behind the weights, and evaluation computes another function than training did. All
@@ -31,7 +31,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
     statistics, and not by those of plain images: with black borders from crops a MobileNetV2 at 4 bits lost 2.9 points
     on CIFAR-10 to statistics of plain ones.
 
-    It returns how many BatchNorms were computed anew: 0 for a model without any, or if the batches reached none.
+    Returns the number of BatchNorms that were computed anew: 0 for a model without any, or if batches reached none.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     >>> reestimate_batch_norm(model, [torch.randn(64, 4) + 5])
@@ -45,15 +45,18 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
         with evaluating(model):
             for norm in norms:
                 norm.reset_running_stats()
-                norm.momentum = None  # the plain average of all batches
+                norm.momentum = None  # in torch: the plain average of all batches
                 norm.train()
             for batch in given:
                 count += 1
                 run_batch("reestimate_batch_norm", model, inputs_and_labels("reestimate_batch_norm", batch)[0])
         if not any(of_all_ranks(count > 0)):
             raise ValueError("reestimate_batch_norm: batches is empty; at least one batch is needed")
-        if rank_count() > 1:
-            _average_over_ranks(norms)
+        for norm in norms if rank_count() > 1 else ():
+            mine = norm.num_batches_tracked.clone()  # batches of this rank that reached it
+            norm.num_batches_tracked.copy_(summed(mine))
+            for average in (norm.running_mean, norm.running_var):
+                average.copy_(summed(average * mine) / norm.num_batches_tracked.clamp(min=1))
     except BaseException:
         for norm, _, statistics in before:
             restore_statistics(norm, statistics)
@@ -63,27 +66,20 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
             norm.momentum = momentum
         reshard(model)  # an optimizer may be created next
     unreached = [each for each in before if not int(each[0].num_batches_tracked)]
-    for norm, _, statistics in unreached:
+    for norm, _, statistics in unreached:  # such as auxiliary classifiers, which only run in training
         restore_statistics(norm, statistics)
     return len(norms) - len(unreached)
 
 
-def _average_over_ranks(norms: list[Any]) -> None:
-    for norm in norms:
-        mine = norm.num_batches_tracked.clone()  # those of this rank that reached it
-        norm.num_batches_tracked.copy_(summed(mine))
-        for average in (norm.running_mean, norm.running_var):
-            average.copy_(summed(average * mine) / norm.num_batches_tracked.clamp(min=1))
-
-
 def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
-    """Let every BatchNorm normalise with its running statistics in training too, and keep these; gamma and beta learn.
+    """Freeze the running statistics of every BatchNorm, and normalise with them.
 
-    It survives `model.train()`, copies and pickles, and `reestimate_batch_norm` leaves frozen statistics alone. Like
-    train() and eval() it is not in the state dict: after loading one to go on with training, freeze again. With
-    frozen=False they use and follow the statistics of the batches again.
+    Training normalises with them too, while gamma and beta learn. It survives `model.train()`, copies and pickles, and
+    `reestimate_batch_norm` leaves frozen statistics alone. Like train() and eval() it is not in the state dict: after
+    loading one to go on with training, freeze again. With frozen=False they use and follow the statistics of the
+    batches again.
 
-    It returns how many BatchNorms there are; those without running statistics have nothing to freeze.
+    Returns the number of BatchNorms; those without running statistics have nothing to freeze.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     >>> freeze_batch_norm(model)
@@ -96,7 +92,7 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
     for norm in norms:
         if frozen:
             norm.eval()
-            norm.train = partial(_stay_in_evaluation, norm)
+            norm.train = partial(_stay_in_evaluation, norm)  # on the instance: it also marks a frozen one
         else:
             del norm.train
             norm.train(model.training)
@@ -108,15 +104,15 @@ def _stay_in_evaluation(norm: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def sync_batch_norm(model: nn.Module) -> int:
-    """Let every BatchNorm normalise with the statistics of all ranks' batches in training, as of one large batch.
+    """Let every BatchNorm normalise with the statistics of all ranks' batches.
 
-    On CUDA it is `torch.nn.SyncBatchNorm`, which torch has for GPUs alone; on the CPU a formula. Use it where a rank
-    has few images; it costs exchanges in each layer and direction, and BatchNorm then runs on its own, outside of the
-    fused passes. It folds and exports as before, its state dict is BatchNorm's, and without torch.distributed it
-    computes as BatchNorm does.
+    In training, they are those of one large batch. On CUDA it is `torch.nn.SyncBatchNorm`, which torch has for GPUs
+    alone; on the CPU a formula. Use it where a rank has few images; it costs exchanges in each layer and direction, and
+    BatchNorm then runs on its own, outside of the fused passes. It folds and exports as before, its state dict is
+    BatchNorm's, and without torch.distributed it computes as BatchNorm does.
 
-    The model is on the device of its training; its modules stay and change their class. It returns how many BatchNorms
-    there are.
+    The model is on the device of its training; its modules stay and change their class. Returns the number of
+    BatchNorms.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     >>> sync_batch_norm(model)
@@ -125,21 +121,25 @@ def sync_batch_norm(model: nn.Module) -> int:
     expect_model(sync_batch_norm, model)
     norms = batch_norms(model) + batch_norms(model, frozen=True)
     for norm in norms:
+        # The class changes and the module stays, so that optimizers and hooks keep it.
         norm.__class__ = CUDASyncBatchNorm if norm.running_mean.is_cuda else SyncBatchNorm
-        norm.process_group = None
+        norm.process_group = None  # torch's class reads it; None is all ranks
     return len(norms)
 
 
 class CUDASyncBatchNorm(nn.SyncBatchNorm):
-    """torch's, which asks torch.distributed itself how many ranks there are."""
+    """SyncBatchNorm of torch, for CUDA."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of shape (N, C, ...), normalised for each channel."""
+        """Normalise x of shape (N, C, ...) for each channel."""
+        # torch's own asks torch.distributed for the number of ranks, and would not see `this_rank_alone`.
         return super().forward(x) if rank_count() > 1 else AnyBatchNorm.forward(self, x)
 
 
 class SyncBatchNorm(AnyBatchNorm):
-    """BatchNorm over the images of all ranks, on the CPU: sums of all ranks, differentiated through.
+    """BatchNorm over the images of all ranks, on the CPU.
+
+    Gradients pass through the sums of all ranks.
 
     mean = sum(x) / n;    var = sum((x - mean)^2) / n;    y = (x - mean) / sqrt(var + eps) * weight + bias
 
@@ -147,7 +147,7 @@ class SyncBatchNorm(AnyBatchNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x of shape (N, C, ...), normalised for each channel."""
+        """Normalise x of shape (N, C, ...) for each channel."""
         if rank_count() == 1 or not self.training:
             return super().forward(x)
         axes, shape = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))
@@ -155,12 +155,12 @@ class SyncBatchNorm(AnyBatchNorm):
         mean = summed(x.sum(axes)) / n
         centred = x - mean.view(shape)
         var = summed(centred.square().sum(axes)) / n
-        self._follow(mean.detach(), var.detach() * n / (n - 1))
+        self._follow(mean.detach(), var.detach() * n / (n - 1))  # running variances are unbiased, as in torch
         y = centred * (var + self.eps).rsqrt().view(shape)
         return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
 
     def _check_input_dim(self, x: Tensor) -> None:
-        pass  # any number of axes behind the channels
+        pass  # BatchNorm1d, 2d and 3d are replaced alike
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor) -> None:
@@ -173,30 +173,32 @@ class SyncBatchNorm(AnyBatchNorm):
 
 
 def batch_norms(model: nn.Module, frozen: bool = False) -> list[Any]:
-    """The BatchNorms of a model that keep running statistics, and whose statistics are frozen or are not."""
+    """Return the BatchNorms with running statistics, either frozen or not frozen."""
     norms = [each for each in model.modules() if isinstance(each, AnyBatchNorm) and each.running_mean is not None]
     return [each for each in norms if ("train" in vars(each)) == frozen]
 
 
 def warn_of_new_norms(model: nn.Module) -> None:
-    """Name the BatchNorms that nothing ran through: ranges found behind them fit no later step."""
-    # By their statistics, since a checkpoint may come without the count of batches.
+    """Warn of BatchNorms without a batch: ranges behind them fit no later step."""
+    # Recognized by their statistics, since a checkpoint may come without the count of batches.
     new = {each for each in batch_norms(model) if not each.running_mean.any() and bool((each.running_var == 1).all())}
     if names := [name for name, each in model.named_modules() if each in new]:
         logging.getLogger("qat").warning(
             "calibrate: %d BatchNorms have seen no batch and pass their input as it is (%s); train the float model"
-            " first, or call qat.reestimate_batch_norm(model, batches)", len(names), some(names),
-        )  # fmt: skip
+            " first, or call qat.reestimate_batch_norm(model, batches)",
+            len(names),
+            some(names),
+        )
 
 
 def copied_statistics(model: nn.Module) -> list[Tensor]:
-    """Copies of the running statistics of all BatchNorms, for `restore_statistics`."""
+    """Return copies of the running statistics of all BatchNorms."""
     return [buffer.clone() for norm in batch_norms(model) for buffer in norm.buffers()]
 
 
 @torch.no_grad()
 def restore_statistics(model: nn.Module, statistics: list[Tensor]) -> None:
-    """Put back what `copied_statistics` copied."""
+    """Put back statistics of `copied_statistics`."""
     buffers = [buffer for norm in batch_norms(model) for buffer in norm.buffers()]
     for buffer, value in zip(buffers, statistics, strict=True):
         buffer.copy_(value)

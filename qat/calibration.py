@@ -1,4 +1,4 @@
-"""`calibrate`: set the range of every activation from a few batches, equal on all ranks."""
+"""Calibration: the range of every activation from a few batches."""
 
 import copy
 import itertools
@@ -25,15 +25,18 @@ log = logging.getLogger("qat")
 
 
 class Step(Protocol):
-    """What `calibrate` can do besides finding ranges; `qat.post_training` has those that are published."""
+    """Step of `calibrate` besides finding ranges; `qat.post_training` has several."""
 
     @property
     def before_ranges(self) -> bool:
-        """Whether it comes before the ranges are found, since they depend on it."""
+        """True if it must come before the ranges are found, since they depend on it."""
 
     def run(self, model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> str:
-        """Change the model's weights, biases or statistics in place, so that it answers as the original does with its
-        quantizers off: a copy from before the steps behind the ranges. Return what was done, in a sentence."""
+        """Change weights, biases or statistics in place, and return a sentence about it.
+
+        The model is to answer as the original does with its quantizers off: a copy from before the steps behind the
+        ranges.
+        """
 
 
 @in_full_precision
@@ -45,14 +48,14 @@ def calibrate(
     only_missing: bool = False,
     steps: Sequence[Step] = (),
 ) -> None:
-    """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
+    """Set every range, of weights and of activations, from a few batches.
 
-    First weights get the range of their present values. Then the batches run with quantized weights, while activations
-    pass unquantized. Each quantizer observes its tensor and then takes the range that its spec's `init` finds. Frozen
-    ranges stay (`freeze_scales`), and the log says so; quantizers that are switched off get theirs. Train and eval
-    flags are restored. At the end a fused training step is compared with a plain one on a slice of the first batch,
-    see docs/speed.md. Under torch.distributed every rank may bring its own batches; all ranks end with the same
-    ranges, found on all values. If it raises, the model is as before.
+    The batches run through the model in evaluation mode. First weights get the range of their present values. Then the
+    batches run with quantized weights, while activations pass unquantized. Each quantizer observes its tensor and then
+    takes the range that its spec's `init` finds. Frozen ranges stay (`freeze_scales`), and the log says so; quantizers
+    that are switched off get theirs. Train and eval flags are restored. At the end a fused training step is compared
+    with a plain one on a slice of the first batch, see docs/speed.md. Under torch.distributed every rank may bring its
+    own batches; all ranks end with the same ranges, found on all values. If it raises, the model is as before.
 
     Args:
         model: a prepared model, or one with quantized layers of your own.
@@ -89,22 +92,20 @@ def calibrate(
         only_missing = only_missing and not any(step.before_ranges for step in steps)
         if not traced_parts(model):
             raise ValueError("calibrate: steps work on the graphs of qat.prepare, and this model has none")
-        given = list(itertools.islice(given, limit))
+        given = list(itertools.islice(given, limit))  # steps read them many times
     quantizers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, Quantizer) and module.role == "activation"
     }
-    open_weights = [
-        (name, module) for name, module in model.named_modules()
-        if isinstance(module, QuantLayer) and not (only_missing and module.weight_quantizer.is_calibrated)
-    ]  # fmt: skip
-    if not quantizers and not any(isinstance(module, QuantLayer) for module in model.modules()):
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLayer)]
+    open_weights = [each for each in layers if not (only_missing and each[1].weight_quantizer.is_calibrated)]
+    if not quantizers and not layers:
         raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
     warn_of_new_norms(model)
     with _unchanged_on_error(model, bool(steps)), first_calls(traced_parts(model).values()) as calls:
         _take(model, given, [step for step in steps if step.before_ranges])
-        with evaluating(model):  # weights first: activations are observed behind the weights that will be used
+        with evaluating(model):  # weights first, since activations are observed behind quantized weights
             for name, module in open_weights:
                 with _naming(f"weight of {name!r}"):
                     module.calibrate_weight()
@@ -125,7 +126,7 @@ def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None
     if not steps:
         return
     original = copy.deepcopy(model)
-    for step in steps if rank() == 0 else ():
+    for step in steps if rank() == 0 else ():  # the others take its result below
         began = time.perf_counter()
         with this_rank_alone():
             done = step.run(model, original, batches)
@@ -135,11 +136,12 @@ def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None
 
 @contextmanager
 def _unchanged_on_error(model: nn.Module, weights: bool) -> Iterator[None]:
+    # Without steps only quantizers change: no copy of all weights is needed.
     changed = [model] if weights else [module for module in model.modules() if isinstance(module, Quantizer)]
     states = [copy.deepcopy(module.state_dict()) for module in changed]
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         for module, state in zip(changed, states, strict=True):
             module.load_state_dict(state)
         raise
@@ -152,13 +154,12 @@ def _observe(
     batches: Iterable[Batch],
     limit: int | None,
 ) -> dict[str, RangeObserver]:
-    # the weights of functions get their ranges on the way
-    turns = itertools.count()
+    turns = itertools.count()  # shared, so that each observer knows its place in the order of execution
     observers = {name: RangeObserver(turns) for name in quantizers}
     try:
         for name, quantizer in quantizers.items():
             quantizer.observer = observers[name]
-        for function in functions:
+        for function in functions:  # their weights are known, and get their ranges, only in forward
             function.calibrating = True
         with evaluating(model):
             _run(model, batches, limit)
@@ -174,10 +175,8 @@ def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tupl
     own = {name: each for name, each in model.named_modules() if isinstance(each, Quantizer) and not each.is_fixed}
     frozen = [name for name, each in own.items() if each.is_frozen]
     if frozen:
-        log.warning(
-            "calibrate: %d frozen ranges stay as they are (%s); qat.freeze_scales(model, False) lets them go",
-            len(frozen), some(frozen),
-        )  # fmt: skip
+        said = "calibrate: %d frozen ranges stay as they are (%s); qat.freeze_scales(model, False) lets them go"
+        log.warning(said, len(frozen), some(frozen))
     return [(name, quantizer) for name, quantizer in quantizers.items() if not quantizer.is_frozen]
 
 
@@ -192,13 +191,14 @@ def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
 
 
 def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, RangeObserver]) -> None:
-    found = []  # set in the order in which the model ran, so that an error names the quantizer where NaN began
+    found = []
     for name, quantizer in quantizers:
         observer, extremes = observers[name], quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = [torch.from_numpy(part) for part in of_all_ranks(observer.values(extremes).numpy())]
         turns, elements = zip(*of_all_ranks((observer.turn, observer.elements)), strict=True)
         # A rank without batches has 0 elements, and the last turn of all.
         found.append((min(turns), name, quantizer, torch.cat(seen, dim=1), max(elements)))
+    # In the order of execution, so that an error names the quantizer where NaN began.
     for _, name, quantizer, values, count in sorted(found, key=lambda each: each[0]):
         if values.numel() == 0:
             raise ValueError(f"calibrate: quantizer {name!r} saw no values; is its part of the model ever run?")

@@ -1,4 +1,4 @@
-"""States for a while: a model in evaluation mode, calls that are recorded, warnings that are not for the user."""
+"""Contexts: a model in evaluation mode, recorded calls, ignored warnings."""
 
 import functools
 import threading
@@ -10,20 +10,22 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from qat.inputs import Arguments
+
+# `warnings.catch_warnings` restores the filters of the whole process: of two threads that cross, the one that leaves
+# last would leave the other's filters behind for ever.
 _one_at_a_time = threading.RLock()
-"""`warnings.catch_warnings` puts back the filters of the whole process: where two threads cross, the one that leaves
-last would leave the other's behind for ever."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode; afterwards every module is in the mode that it was in."""
+    """Put the model into evaluation mode; afterwards restore every module's mode."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         yield
     finally:
-        for module, flag in flags:
+        for module, flag in flags:  # not train(flag), which would set children too
             module.training = flag
 
 
@@ -32,7 +34,8 @@ R = TypeVar("R")
 
 
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """A function without the autocast and inference mode around it: they change ranges, files and parameters."""
+    """Let a function run without the autocast and inference mode of its caller."""
+    # They would change ranges, files and parameters.
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,12 +50,12 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """A context that records the arguments of the first call of every one of these modules."""
-    calls: dict[Any, Any] = {}
+def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, Arguments]]:
+    """Record the arguments of the first call of each of these modules."""
+    calls: dict[Any, Arguments] = {}
 
-    def note(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(called, (args, kwargs))
+    def note(called: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        calls.setdefault(called, (args, kwargs))  # later calls are ignored
 
     with ExitStack() as hooks:
         for module in modules:
@@ -63,7 +66,7 @@ def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, tuple[tuple[
 
 @contextmanager
 def warnings_ignored(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
-    """A context without the warnings of a category whose text begins like this, a regular expression."""
+    """Ignore the warnings of a category whose text begins with a regular expression."""
     with _one_at_a_time, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message, category)
         yield

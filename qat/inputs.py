@@ -1,4 +1,4 @@
-"""What a model is called with: inputs, batches of a loader, and the sentence for those that do not fit."""
+"""Inputs of a model, batches of a loader, and sentences for those that do not fit."""
 
 import inspect
 import itertools
@@ -11,21 +11,14 @@ from torch import Tensor, nn
 from qat.text import check_types, first_line
 from qat.torch_internals import pytree
 
-Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""A tensor, a tuple of arguments, or a mapping of keyword arguments."""
-
-Batch = Tensor | Sequence[Any] | Mapping[str, Any]
-"""A tensor, a sequence of inputs and labels, or a mapping of keyword arguments."""
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
-
-Examples = dict[str, Any]
-"""Example inputs by the names of forward's arguments."""
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]  # a tensor, a tuple of arguments, or keyword arguments
+Batch = Tensor | Sequence[Any] | Mapping[str, Any]  # a tensor, inputs and labels, or keyword arguments
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+Examples = dict[str, Any]  # example inputs by the names of forward's arguments
 
 
-def as_arguments(inputs: Any) -> Arguments:
-    """The arguments of a call with these inputs.
+def as_arguments(inputs: object) -> Arguments:
+    """Return the arguments of a call with these inputs.
 
     >>> as_arguments({"x": 1}), as_arguments((1, 2)), as_arguments([1, 2])
     (((), {'x': 1}), ((1, 2), {}), (([1, 2],), {}))
@@ -35,48 +28,49 @@ def as_arguments(inputs: Any) -> Arguments:
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
-def moved_to(device: torch.device, values: Any) -> Any:
-    """The same values with their tensors on a device, in lists and mappings too."""
+def moved_to(device: torch.device, values: object) -> Any:
+    """Return the values with their tensors on a device, in lists and mappings too."""
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
 
 
-def copied(values: Any) -> Any:
-    """The same values with copies of the tensors, since a model may write into its inputs."""
+def copied(values: object) -> Any:
+    """Return the same values with copies of the tensors: a model may write into them."""
     return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for these inputs, moved to its device."""
+def call_model(model: nn.Module, inputs: object) -> Any:
+    """Return the model's output for these inputs, moved to its device."""
     args, kwargs = as_arguments(moved_to(model_device(model), inputs))
     return model(*args, **kwargs)
 
 
 def call_with(model: nn.Module, examples: Examples) -> Any:
-    """The model's answer to copies of the example inputs."""
+    """Return the model's output for copies of the example inputs."""
     return call_given(model, copied(examples))
 
 
 def call_given(model: nn.Module, examples: Examples) -> Any:
-    """The model's answer to arguments by name, passed by position where possible, since hooks look there."""
+    """Return the model's output for arguments by name."""
+    # By position where possible, since hooks look there.
     given, args = dict(examples), list[Any]()
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in given:
-            break
+            break  # after a gap, names are needed
         one = given.pop(parameter.name)
         args += one if parameter.kind is parameter.VAR_POSITIONAL else [one]
     return model(*args, **given)
 
 
 def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Examples:
-    """Example inputs by argument name of forward, on the model's device; a ValueError if it does not take them."""
+    """Return example inputs by argument name; ValueError if forward takes others."""
     try:
         return bind_arguments(model, *as_arguments(moved_to(model_device(model), example_inputs)))
     except (TypeError, NotImplementedError) as error:  # the latter for inputs on the meta device
         raise ValueError(f"{caller}: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
 
 
-def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:
-    """Arguments by name, those of **kwargs by their own; a TypeError if forward does not take them."""
+def bind_arguments(model: nn.Module, args: tuple[object, ...], kwargs: Examples) -> Examples:
+    """Return arguments by name; TypeError if forward does not take them."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     found = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
@@ -85,8 +79,8 @@ def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return found
 
 
-def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterable[Batch]:
-    """The batches that a public function was given beside a model; a tensor, or a mapping of arguments, is one batch.
+def as_batches(function: Callable[..., object], model: nn.Module, batches: Iterable[Batch]) -> Iterable[Batch]:
+    """Return the batches of a public function; a tensor or a mapping is one batch.
 
     >>> from qat import calibrate
     >>> len(list(as_batches(calibrate, nn.ReLU(), torch.zeros(8, 3)))), len(as_batches(calibrate, nn.ReLU(), [1, 2]))
@@ -100,8 +94,8 @@ def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterab
     return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
 
 
-def expect_model(function: Any, model: Any, given: Mapping[str, Any] | None = None) -> None:
-    """Raise a TypeError if the argument `model` of a public function is no model; `check_types` for others `given`."""
+def expect_model(function: Any, model: object, given: Mapping[str, object] | None = None) -> None:
+    """Raise a TypeError if `model` is no model; `check_types` for others `given`."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"{function.__name__}: model must be a torch.nn.Module, got {kind}")
@@ -109,8 +103,8 @@ def expect_model(function: Any, model: Any, given: Mapping[str, Any] | None = No
         check_types(function.__init__ if isinstance(function, type) else function, given)  # type: ignore[misc]
 
 
-def check_model(function: Callable[..., Any], model: Any) -> None:
-    """Check that what a public function was given as the model is one, and can compute: not on the meta device."""
+def check_model(function: Callable[..., object], model: nn.Module) -> None:
+    """Refuse what is no model, and a model on the meta device, which cannot compute."""
     expect_model(function, model)
     if model_device(model).type == "meta":
         raise ValueError(
@@ -120,7 +114,7 @@ def check_model(function: Callable[..., Any], model: Any) -> None:
 
 
 def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
-    """The inputs of a batch, and its labels; None if it has none.
+    """Return the inputs of a batch, and its labels or None.
 
     torchvision's loaders of detection data, `collate_fn=lambda batch: tuple(zip(*batch))`, give a tuple of images and
     one of targets. These images are one argument, a list.
@@ -132,24 +126,25 @@ def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
             f"{caller}: a batch must be a tensor, (inputs, labels), or a mapping of keyword arguments, got"
             f" {described(batch)}"
         )
-    inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
+    inputs, labels = batch[0], batch[1] if len(batch) > 1 else None  # further items are ignored
     return (list(inputs) if _is_detection(inputs, labels) else inputs), labels
 
 
-def run_batch(caller: str, model: nn.Module, inputs: Any) -> Any:
-    """The model's output for copies of a batch's inputs on its device; with floats alone its own RuntimeError."""
+def run_batch(caller: str, model: nn.Module, inputs: object) -> Any:
+    """Return the model's output for copies of a batch's inputs, on its device."""
     try:
         return call_model(model, copied(inputs))
-    except Exception as error:  # of the user's own code
+    except Exception as error:  # from the user's own code
         alone = isinstance(inputs, Tensor) and inputs.is_floating_point()
-        if alone and (isinstance(error, RuntimeError) or str(error).startswith(caller)):  # by what follows the model
+        # The RuntimeError of a tensor of floats says enough, and so does an error of the caller's own.
+        if alone and (isinstance(error, RuntimeError) or str(error).startswith(caller)):
             raise
         form = "((x, y), labels) is a batch of two inputs, ([x, y], labels) of one that is a list" * alone
         raise does_not_run(caller, model, f"a batch of {described(inputs)}", error, form) from error
 
 
 def does_not_run(caller: str, model: nn.Module, given: str, error: Exception, cure: str = "") -> ValueError:
-    """The error of a model that does not run with what it was given."""
+    """Return the error of a model that does not run with what it was given."""
     arguments = ", ".join(inspect.signature(model.forward).parameters)
     return ValueError(
         f"{caller}: {type(model).__name__}.forward({arguments}) does not run with {given}: {first_line(error)}"
@@ -158,7 +153,7 @@ def does_not_run(caller: str, model: nn.Module, given: str, error: Exception, cu
 
 
 def described(values: Any) -> str:
-    """What inputs are, in a line: types, dtypes and shapes.
+    """Describe inputs in a line: types, dtypes and shapes.
 
     >>> described({"x": (torch.zeros(2, 3), [1.5])})
     '{x: (float32 (2, 3), [float])}'
@@ -177,16 +172,17 @@ def described(values: Any) -> str:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU if it has none."""
+    """Return the device of the first parameter or buffer; the CPU if there is none."""
     first = next(itertools.chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
 
-def _is_detection(inputs: Any, labels: Any) -> bool:
-    # tuples of images and of their targets: a mapping each, or COCO's list of mappings
-    several = isinstance(inputs, tuple) and isinstance(labels, (tuple, list)) and len(inputs) == len(labels) > 0
-    return several and all(isinstance(target, (Mapping, list)) for target in labels)
+def _is_detection(inputs: object, labels: object) -> bool:
+    # Tuples of images and of their targets: a mapping each, or COCO's list of mappings.
+    if not (isinstance(inputs, tuple) and isinstance(labels, (tuple, list)) and len(inputs) == len(labels) > 0):
+        return False
+    return all(isinstance(target, (Mapping, list)) for target in labels)
 
 
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy"  # which is not imported for this
+def _is_array(value: object) -> bool:
+    return type(value).__module__ == "numpy"  # without importing NumPy

@@ -1,4 +1,7 @@
-"""`load`: from a run back to the model; the training script is imported late, so that `import qat` is light."""
+"""Loading of a run's model.
+
+The training script is imported late, so that `import qat` stays light.
+"""
 
 import copy
 import os
@@ -10,15 +13,15 @@ from torch import nn
 
 
 def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> nn.Module:
-    """The model of a run of `train.py`, with its weights as they were evaluated, in eval mode, on the CPU.
+    """Load the model of a run of `train.py`, with its weights as evaluated.
 
         model = qat.load("runs/x")
         with torch.no_grad():
             scores = model(model.transform("cat.jpg")).softmax(1)
         print(model.classes[scores.argmax()])
 
-    The model is the prepared one, or the float model if the checkpoint is of a run's float stage. Nothing is
-    downloaded, and the data are not read; the folder may have been moved. It has
+    The model is the prepared one, or the float model if the checkpoint is of a run's float stage, in eval mode on the
+    CPU. Nothing is downloaded, and the data are not read; the folder may have been moved. It has
 
     - `model.classes`: the names of the classes, a list;
     - `model.transform`: called with a path, a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), returns
@@ -52,7 +55,7 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
             return _load(Path(os.path.expanduser(path)), float_model)
     except UserError as error:
         sentence = str(error)
-    raise ValueError(f"load: {sentence}")
+    raise ValueError(f"load: {sentence}")  # outside of the handler, so that no trainer's traceback is shown
 
 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
@@ -60,8 +63,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     from qat.training.config.schema import RunConfig
     from qat.training.data.images import InputTransform
     from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
-    from qat.training.loop.preparation import prepare_model
-    from qat.training.model import build_model
+    from qat.training.model import build_model, prepare_model
     from qat.training.run import checkpoint, folder
 
     if not path.exists():
@@ -91,20 +93,20 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
             f"{file}: its model is your own, '{config.model.name}', and no code is imported because a file names it;"
             " pass the float model, qat.load(path, float_model=...)"
         )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay
         if float_model is None:
             model = build_model(config.model, len(about["classes"]), with_weights=False)
         else:
             model = copy.deepcopy(float_model)
         if stage == "qat":
             size = config.data.image_size
-            with problems_of(str(file)):  # rules and targets of the user's have to be registered
+            with problems_of(str(file)):  # such as rules and targets that are not registered
                 model = prepare_model(model, config, (3, size, size))
     checkpoint.load_evaluated(file, payload, model)
     with value_errors_reported(f"{file}: "):
         transform = InputTransform(checkpoint.preprocessing_of(about))
     found = {"classes": about["classes"], "transform": transform, "config": config}
     for name, value in {**found, "accuracy": payload["evaluation"]["top1"]}.items():
-        if not hasattr(model, name):
+        if not hasattr(model, name):  # the model's own attributes win
             setattr(model, name, value)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Initial ranges: from a tensor's values to the (low, high) that its grid shall cover.
+"""Initial ranges: the (low, high) of a tensor that its grid covers.
 
 Every function takes values of shape (groups, elements), one row per scale, and returns low and high of shape
 (groups,). Rows are independent. Zero always lies inside, so that padding and ReLU stay exact.
@@ -15,12 +15,11 @@ from qat.kernels import plain_here
 from qat.kernels.cpu import quantizers
 from qat.spec import QuantSpec
 
-_MSE_CANDIDATES = 80
-"""Steps of the search for the range of least squared error: 1/80 of the min-max range each."""
+_MSE_CANDIDATES = 80  # ranges that "mse" tries, each smaller by 1/80 of the min-max range
 
 
 def initial_range(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The range that `spec.init` finds: low (<= 0) and high (>= 0) in float32.
+    """Return the range that `spec.init` finds: low (<= 0) and high (>= 0) in float32.
 
     A value that is NaN or infinite, or an empty row, is a ValueError.
 
@@ -42,24 +41,24 @@ def initial_range(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 
 class NotFiniteError(ValueError):
-    """Values from which no range can be found, because one is NaN or infinite."""
+    """Raised for values from which no range can be found: one is NaN or infinite."""
 
 
 def require_finite(values: Tensor, caller: str = "") -> None:
-    """Refuse values from which no range can be found, since one is NaN or infinite."""
+    """Raise a NotFiniteError if a value is NaN or infinite."""
     if not bool(torch.isfinite(values).all()):
         raise NotFiniteError(f"{caller}the values hold NaN or infinity")
 
 
 def require_in_reach(name: str, values: Tensor) -> Tensor:
-    """Return the values of a learned scale if it can act as them."""
+    """Return the values of a learned scale; refuse those above its limit."""
     if bool((values > LARGEST_SCALE).any()):
         raise ValueError(f"{name} would be {float(values.max()):.3g}, and acts as at most 1e18; use the rule 'minmax'")
     return values
 
 
 def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The grid that covers low .. high.
+    """Return scale and zero point of the grid that covers low .. high.
 
     symmetric:  scale = max(|low| / |qmin|, |high| / qmax) (without low if unsigned), zero_point = 0
     affine:     scale = (high - low) / (qmax - qmin), zero_point = clamp(round(qmin - low / scale), qmin, qmax)
@@ -74,9 +73,9 @@ def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Te
             scale = torch.maximum(scale, low / spec.qmin)
     else:
         scale = (high - low) / (spec.qmax - spec.qmin)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # all values are zero
     if spec.symmetric:
-        # In float32 high / (high / qmax) can exceed qmax by a bit, which would mask the gradient of the extreme value.
+        # In float32, high / (high / qmax) can exceed qmax by a bit, which would mask the gradient of the extreme value.
         over = high / scale > spec.qmax
         if spec.signed:
             over |= low / scale < spec.qmin
@@ -90,8 +89,9 @@ def _minmax(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _percentile(values: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
-    # kthvalue instead of torch.quantile, which refuses more than 16 million elements.
+    # Not torch.quantile, which refuses more than 16 million elements.
     count = values.shape[1]
+    # A Fraction of the decimal digits: in floats, 99.9 / 100 * 1000 is above 999.
     rank = min(max(math.ceil(Fraction(str(percentile)) * count / 100), 1), count)
     high = values.kthvalue(rank, dim=1).values
     low = values.kthvalue(count - rank + 1, dim=1).values
@@ -102,7 +102,7 @@ def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     scale = 2 * values.abs().mean(1) / math.sqrt(spec.qmax)  # arXiv:1902.08153
     low, high = _minmax(values)
     if spec.symmetric:
-        # A grid without negatives keeps the extreme, so that the caller sees what it cannot hold.
+        # A grid without negatives keeps the extreme, so that the caller sees that it cannot hold it.
         return torch.where(low < 0, scale * spec.qmin, low) if spec.signed else low, scale * spec.qmax
     width = scale * (spec.qmax - spec.qmin)
     below = torch.where(high > low, low / (low - high), 0)
@@ -124,7 +124,7 @@ def _least_squares(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         share = torch.full_like(low, step / _MSE_CANDIDATES)
         scale, zero = (part[:, None] for part in scale_and_zero_point(low * share, high * share, spec))
         error = _squared_error(values, scale, zero, spec)
-        better = error < best
+        better = error < best  # of equal errors the wider range, which came first
         best = torch.where(better, error, best)
         best_share = torch.where(better, share, best_share)
     return low * best_share, high * best_share

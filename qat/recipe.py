@@ -1,11 +1,11 @@
-"""`QuantRecipe`: the grids of a whole model."""
+"""Recipe: the grids of a whole model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from qat.spec import UNSET, QuantSpec, Role
+from qat.spec import UNSET, Fields, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
 from qat.text import check_types, unknown_name
 
@@ -14,34 +14,31 @@ if TYPE_CHECKING:
 
 Position = Literal["first", "last"]
 
+# Least bits of tensors that sums and averages read, by default: ResNet-20 W2A2 gains 7 points (docs/measurements.md).
 RESIDUAL_BITS = 8
-"""What sums and averages read has at least so many bits, unless a recipe says otherwise: ResNet-20 W2A2 gains 7 points
-(docs/measurements.md)."""
-
-TYPE_PREFIX = "type:"
-"""Prefix of an override's key that names classes of layers."""
+TYPE_PREFIX = "type:"  # of an override's key that names classes of layers
 
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """The recipe of one layer: the grid of its weight, the grid of its input, and which pattern skips it, if any."""
+    """Recipe of one layer."""
 
     weight: QuantSpec
-    activation: QuantSpec
-    skipped_by: str | None = None
+    activation: QuantSpec  # of its input
+    skipped_by: str | None = None  # the pattern that leaves it in float
 
 
 class Override(TypedDict):
-    """What a key of `overrides` may change."""
+    """Changes under a key of `overrides`."""
 
-    weight: Mapping[str, Any]
-    activation: Mapping[str, Any]
+    weight: Fields
+    activation: Fields
     skip: bool
 
 
 @dataclass(frozen=True)
 class QuantRecipe:
-    """The grid of every tensor of a model.
+    """Grids of all tensors of a model.
 
     Args:
         weight: grid of weights: a spec, or a mapping of its fields. The target chooses what it leaves open.
@@ -76,19 +73,19 @@ class QuantRecipe:
 
     weight: QuantSpec = UNSET
     activation: QuantSpec = UNSET
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    overrides: Mapping[str, Fields] = field(default_factory=dict)
     target: str = "onnxruntime"
     first_bits: int | None = None
     last_bits: int | None = None
     residual_bits: int | None = None
 
-    if TYPE_CHECKING:  # what goes in; `__post_init__` completes the specs
+    if TYPE_CHECKING:  # the fields are complete specs, the arguments need not be
 
         def __init__(
             self,
-            weight: QuantSpec | Mapping[str, Any] | None = None,
-            activation: QuantSpec | Mapping[str, Any] | None = None,
-            overrides: Mapping[Any, Mapping[str, Any]] = ...,
+            weight: QuantSpec | Fields | None = None,
+            activation: QuantSpec | Fields | None = None,
+            overrides: Mapping[Any, Fields] = ...,
             target: str = ...,
             first_bits: int | None = None,
             last_bits: int | None = None,
@@ -106,6 +103,7 @@ class QuantRecipe:
         object.__setattr__(self, "overrides", _with_text_keys(self.overrides))
         for pattern in self.overrides:
             _check_override(pattern, self.overrides[pattern])
+        # Grids that the target refuses fail here, before any model is prepared.
         everywhere = LayerRecipe(self.weight, self.activation)
         self._check_target(everywhere, "QuantRecipe")
         for name in ("first_bits", "last_bits", "residual_bits"):
@@ -118,7 +116,7 @@ class QuantRecipe:
 
     @property
     def profile(self) -> TargetProfile:
-        """The target's profile: what it computes in integers, and on which grids."""
+        """Profile of the target: its integer operations and their grids."""
         return profile_of(self.target)
 
     @property
@@ -130,10 +128,11 @@ class QuantRecipe:
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
     ) -> LayerRecipe:
-        """The grids of a layer: the recipe's own, then first_bits or last_bits, then every override that matches.
+        """Return the grids of a layer.
 
-        `kind` is the class of the float layer, without its parametrizations; None ignores overrides by type. `position`
-        is "first" or "last" in the order of execution.
+        They are the recipe's own, with first_bits or last_bits, and then every override that matches. `kind` is the
+        class of the float layer, without its parametrizations; None ignores overrides by type. `position` is "first" or
+        "last" in the order of execution.
 
         >>> from torch import nn
         >>> recipe = QuantRecipe(last_bits=6, overrides={nn.Linear: {"weight": {"init": "mse"}}})
@@ -151,9 +150,10 @@ class QuantRecipe:
 
     @staticmethod
     def matches(pattern: str, name: str, kind: "type[nn.Module] | str | None" = None) -> bool:
-        """Whether a key of `overrides` matches a layer; a key that names a module matches all layers in it.
+        """Return True if a key of `overrides` matches a layer.
 
-        `kind` is the class of the float layer, or its name; None matches no `type:` key.
+        A key that names a module matches all layers in it. `kind` is the class of the float layer, or its name; None
+        matches no `type:` key.
 
         >>> QuantRecipe.matches("layer1", "layer1.0.conv1"), QuantRecipe.matches("type:Linear", "fc")
         (True, False)
@@ -161,7 +161,7 @@ class QuantRecipe:
         if pattern.startswith(TYPE_PREFIX):
             class_name = kind.__name__ if isinstance(kind, type) else kind
             return class_name is not None and fnmatchcase(class_name, pattern.removeprefix(TYPE_PREFIX))
-        steps = name.split(".")
+        steps = name.split(".")  # a pattern may match any module around the layer
         return any(fnmatchcase(".".join(steps[:depth]), pattern) for depth in range(1, len(steps) + 1))
 
     def _apply(self, layer: LayerRecipe, pattern: str) -> LayerRecipe:
@@ -185,7 +185,7 @@ class QuantRecipe:
 
 
 def grid_refusal(profile: TargetProfile, role: Role, spec: QuantSpec) -> str | None:
-    """Why a target does not run a grid, or this library cannot fold it, and what to use instead; None if they do."""
+    """Return why a target does not run a grid, and what to use instead, or None."""
     if role == "weight" and not spec.symmetric:
         rule = " and rule='lsq'" if spec.rule == "lsq_plus" else ""
         return f"an affine weight has no exact BatchNorm folding; use symmetric=True{rule}"
@@ -212,14 +212,16 @@ def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:
         raise ValueError(f"QuantRecipe: {tensor}: {error}") from error
 
 
-def _check_fields(where: str, given: Mapping[str, Any]) -> None:
+def _check_fields(where: str, given: Fields) -> None:
     problem = unknown_name(given, sorted(spec_field.name for spec_field in fields(QuantSpec)))
     if problem:
         raise ValueError(f"{where}: {problem}")
 
 
-def pattern_of(key: Any) -> str | None:
-    """A key of `overrides` as text: nn.Linear is "type:Linear"; None for what is neither text nor a class.
+def pattern_of(key: object) -> str | None:
+    """Return a key of `overrides` as text: "type:Linear" for nn.Linear.
+
+    None is for what is neither text nor a class.
 
     >>> pattern_of(int), pattern_of("layer1.*"), pattern_of(4)
     ('type:int', 'layer1.*', None)
@@ -228,10 +230,10 @@ def pattern_of(key: Any) -> str | None:
     return pattern if isinstance(pattern, str) else None
 
 
-def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _with_text_keys(overrides: Mapping[Any, Fields]) -> dict[str, Fields]:
     if not isinstance(overrides, Mapping):
         raise TypeError(f"QuantRecipe: overrides must be a mapping, got {overrides!r}")
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Fields] = {}
     for key, change in overrides.items():
         pattern = pattern_of(key)
         if pattern is None:
@@ -244,7 +246,7 @@ def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Map
     return found
 
 
-def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
+def _check_override(pattern: str, change: Fields) -> None:
     where = f"QuantRecipe: overrides[{pattern!r}]"
     if not isinstance(change, Mapping):
         raise ValueError(f"{where}: must be a mapping, got {change!r}")
@@ -258,22 +260,22 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
 
 
 class ScopedRecipe:
-    """A recipe for the graph at a path of the model; `first` and `last` name its layers at both ends, "" if unknown."""
+    """Recipe for the graph at a path of the model."""
 
-    first = last = ""
+    first = last = ""  # names of its first and last layer, if known
 
     def __init__(self, recipe: QuantRecipe, prefix: str = "") -> None:
         self.recipe, self.prefix = recipe, prefix
         self.activation, self.residual, self.profile = recipe.activation, recipe.residual, recipe.profile
 
     def for_layer(self, name: str, kind: "type[nn.Module] | None" = None) -> LayerRecipe:
-        """The grids of a layer of the graph."""
+        """Return the grids of a layer of the graph."""
         position: Position | None = None
         if name and name in (self.first, self.last):
-            alone = self.first == self.last  # then first_bits wins, if it is set
+            alone = self.first == self.last  # the only layer is both: first_bits wins, if it is set
             position = "first" if name == self.first and not (alone and self.recipe.first_bits is None) else "last"
         return self.recipe.for_layer(self.full_name(name), kind, position)
 
     def full_name(self, name: str) -> str:
-        """The name in the whole model of something in the graph."""
+        """Return the name in the whole model of something in the graph."""
         return f"{self.prefix}.{name}" if self.prefix else name

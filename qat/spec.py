@@ -1,4 +1,4 @@
-"""The integer grid of one tensor: `QuantSpec`."""
+"""Integer grid of one tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,13 +12,13 @@ RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
 GradScale = Literal["sample", "batch", "none", "relative"]
 EWGS = Literal["none", "fixed", "hessian"]
 
-UNSET: Any = None
-"""Value of a field that the spec does not choose. It is None; where None is a choice of its own, the field says so."""
+Fields = Mapping[str, Any]  # values by the names of a class's fields
+UNSET: Any = None  # a field that the spec leaves open; where None is a choice of its own, the field says so
 
 
 @dataclass(frozen=True, repr=False)
 class QuantSpec:
-    """An integer grid and the rule by which a tensor is put on it.
+    """Integer grid, and the rule by which a tensor is put on it.
 
     A value x becomes the integer q = clamp(round(x / scale) + zero_point, qmin, qmax), which stands for
     (q - zero_point) * scale. The spec says which integers there are; scale and zero_point belong to a quantizer.
@@ -76,7 +76,7 @@ class QuantSpec:
     percentile: float = UNSET
     grad_scale: GradScale = UNSET
     group_size: int | None = None
-    options: Mapping[str, Any] = field(default=UNSET, hash=False)
+    options: Fields = field(default=UNSET, hash=False)
     ewgs: EWGS = UNSET
     ewgs_delta: float | None = None
     max_magnitude: int | None = None
@@ -98,11 +98,12 @@ class QuantSpec:
         most = self.max_magnitude
         if most is not None and most < 1:
             raise ValueError(f"QuantSpec: max_magnitude must be a whole number of at least 1 or None, got {most!r}")
-        if self.narrow_range and self.signed is False:
+        if self.narrow_range and self.signed is False:  # signed may be open
             raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
         signed = self.signed is not False
         low = int(self.narrow_range is True) - 2 ** (bits - 1) if signed else 0
         high = 2 ** (bits - int(signed)) - 1
+        # The dataclass is frozen.
         object.__setattr__(self, "qmin", low if most is None else max(low, -most))
         object.__setattr__(self, "qmax", high if most is None else min(high, most))
 
@@ -128,7 +129,7 @@ class QuantSpec:
             """Highest integer of the grid."""
 
     def given(self) -> dict[str, Any]:
-        """The fields that are not left open, by name.
+        """Return the fields that are not left open, by name.
 
         >>> QuantSpec(bits=4, init="mse").given()
         {'bits': 4, 'init': 'mse'}
@@ -137,21 +138,22 @@ class QuantSpec:
         return {name: value for name, value in values.items() if value is not UNSET}
 
     def resolved(self, default: "QuantSpec") -> "QuantSpec":
-        """The complete spec: what this one leaves open is the default's choice. A complete one stays as it is.
+        """Return the complete spec, with the default's choice for what is left open.
 
-        The default is the grid of a target (`recipe.profile.weight`), or of a role (`default_spec("weight")`); what is
-        given and does not go with it is a ValueError.
+        A complete spec stays as it is. The default is the grid of a target (`recipe.profile.weight`), or of a role
+        (`default_spec("weight")`); what is given and does not go with it is a ValueError.
         """
         given = self.given()
         return self if given.keys() >= _REQUIRED else default.changed(given)
 
-    def changed(self, change: Mapping[str, Any]) -> "QuantSpec":
-        """The spec with other values of some fields. What belongs to the old values goes, unless it is given too.
+    def changed(self, change: Fields) -> "QuantSpec":
+        """Return the spec with other values of some fields.
 
-        That is: the options of another rule and its `grad_scale`, the group size without groups, the delta of a fixed
-        EWGS, the narrow range of an unsigned grid and of one of 2 or 3 bits (a fourth or an eighth of all integers,
-        which needs no mirror image: int8 and int4 hold that; from few bits to more it comes back), and below 8 bits
-        the extremes as a range: they leave most values on zero.
+        What belongs to the old values is reset, unless it is given too: the options of another rule and its
+        `grad_scale`, the group size without groups, the delta of a fixed EWGS, the narrow range of an unsigned grid and
+        of one of 2 or 3 bits (a fourth or an eighth of all integers, which needs no mirror image: int8 and int4 hold
+        that; from few bits to more it comes back), and below 8 bits the extremes as a range: they leave most values on
+        zero.
 
         None leaves a field as it is, but for group_size, ewgs_delta and max_magnitude, where it is a choice. Values
         that do not go together are a ValueError.
@@ -175,15 +177,14 @@ class QuantSpec:
             dropped["narrow_range"] = False
         return replace(self, **{**dropped, **change})
 
-    def _of_other_bits(self, change: Mapping[str, Any]) -> dict[str, Any]:
-        # what a change of bits changes too, if it was not chosen against the old ones
+    def _of_other_bits(self, change: Fields) -> dict[str, Any]:
         old, new = self.bits, change.get("bits")
-        if old is None or new is None or old == new:  # left open: the role's spec says
+        if old is None or new is None or old == new:  # open ones are chosen by the role's spec
             return {}
         found: dict[str, Any] = {}
-        if self.narrow_range is narrow_by_bits(old):
+        if self.narrow_range is narrow_by_bits(old):  # else it was chosen
             found["narrow_range"] = narrow_by_bits(new)
-        follows_extremes = change.get("rule", self.rule) in ("minmax", "ema")  # step by step, wherever it starts
+        follows_extremes = change.get("rule", self.rule) in ("minmax", "ema")  # whatever range they start from
         if new < 8 <= old and self.init == "minmax" and not follows_extremes:
             found["init"] = "mse"
         return found
@@ -204,30 +205,31 @@ class QuantSpec:
 
 
 def narrow_by_bits(bits: int) -> bool:
-    """Whether a grid leaves out its lowest integer unless a spec says otherwise: all but those of 2 and 3 bits do."""
+    """Return the default of `narrow_range`: True but for 2 and 3 bits."""
     return bits not in (2, 3)
 
 
+# The fields of a complete spec; None is a choice of the others.
 _REQUIRED = {each.name for each in fields(QuantSpec)} - {"group_size", "ewgs_delta", "max_magnitude"}
-"""The fields of a complete spec; of the others None is a choice too."""
 
 
 def default_weight_spec() -> QuantSpec:
-    """8 bits per output channel, symmetric, narrow range: a BatchNorm with gamma < 0 negates it exactly."""
-    return QuantSpec(
+    """Return the spec of weights: 8 bits per output channel, symmetric, narrow range."""
+    return QuantSpec(  # narrow, since a BatchNorm with gamma < 0 negates it exactly
         bits=8, signed=True, symmetric=True, granularity="channel", rule="lsq", narrow_range=True, init="minmax",
         percentile=99.99, grad_scale="sample", options={}, ewgs="none",
     )  # fmt: skip
 
 
 def default_activation_spec() -> QuantSpec:
-    """8 bits unsigned with a zero point: the only activations that ONNX Runtime runs fully in integers on x86."""
+    """Return the spec of activations: 8 bits, unsigned, with a zero point."""
+    # On x86, ONNX Runtime runs no others fully in integers.
     change = {"signed": False, "symmetric": False, "granularity": "tensor", "init": "mse"}
     return default_weight_spec().changed(change)
 
 
 def default_spec(role: Role) -> QuantSpec:
-    """The grid of a tensor for which neither a target nor a spec says more.
+    """Return the grid of a tensor for which neither a target nor a spec says more.
 
     >>> print(default_spec("activation"))
     uint8 affine per tensor

@@ -1,4 +1,4 @@
-"""Fake quantization off and on, and scales frozen: switches of a prepared model's quantizers."""
+"""Switches of a model's quantizers: fake quantization off and on, scales frozen."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -14,19 +14,19 @@ from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, pattern_of
 from qat.text import check_types, did_you_mean
 
-Layers = str | type[nn.Module] | Iterable[str | type[nn.Module]]
-"""Which layers of a model: a name, a pattern, a float class, or several of these."""
+Layers = str | type[nn.Module] | Iterable[str | type[nn.Module]]  # names, patterns or float classes
 
 
 def disable_fake_quant(
     model: nn.Module, layers: Layers = "*", *, weights: bool = True, activations: bool = True
 ) -> ExitStack:
-    """Switch quantization off for a layer, some layers, or all: they compute in float, in training and evaluation.
+    """Switch quantization off for a layer, some layers, or all.
 
-    It holds until `enable_fake_quant`; in a `with` statement until its end. Ranges stay as they are, and do not learn
-    meanwhile; `calibrate` sets them all the same. `summary` and `explain` name what is off, and `export_onnx` and
-    `integer_weights` refuse it: to deploy a layer in float, prepare with `overrides={"fc": {"skip": True}}`. The state
-    dict remembers what is off (`<quantizer>.disabled`, there only while it is), and loading one switches accordingly.
+    They compute in float, in training and evaluation. It holds until `enable_fake_quant`; in a `with` statement until
+    its end. Ranges stay as they are, and do not learn meanwhile; `calibrate` sets them all the same. `summary` and
+    `explain` name what is off, and `export_onnx` and `integer_weights` refuse it: to deploy a layer in float, prepare
+    with `overrides={"fc": {"skip": True}}`. The state dict remembers what is off (`<quantizer>.disabled`, there only
+    while it is), and loading one switches accordingly.
 
     In a prepared model a tensor is quantized once, for all that read it. A layer's activations are the quantizers of
     its inputs: switched off, they pass float to the other layers that read them too.
@@ -53,7 +53,9 @@ def disable_fake_quant(
 def enable_fake_quant(
     model: nn.Module, layers: Layers = "*", *, weights: bool = True, activations: bool = True
 ) -> ExitStack:
-    """Switch quantization on again; see `disable_fake_quant`, which has the arguments, the result and the errors.
+    """Switch quantization on again.
+
+    Arguments, result and errors are those of `disable_fake_quant`.
 
     >>> import torch, qat
     >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)), example_inputs=torch.randn(4, 8))
@@ -67,7 +69,7 @@ def enable_fake_quant(
 
 
 def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
-    """Keep every range as it is while weights go on learning: the last epochs of many recipes.
+    """Freeze every range while weights go on learning, as many recipes end.
 
     Learned scales, zero points, clipping levels and bit widths get no gradient; ranges that follow the data (`minmax`,
     `ema`) stay; `calibrate` leaves them alone and says so. Rules that compute a scale from the weight in every step
@@ -76,7 +78,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     is set), and loading one freezes or unfreezes accordingly: load first, then freeze.
 
     An optimizer may keep the frozen parameters: without a gradient it leaves them alone. With frozen=False ranges
-    learn, or follow the data, again. It returns how many quantizers there are, and raises a ValueError without any.
+    learn, or follow the data, again. Returns the number of quantizers, and raises a ValueError without any.
 
     >>> from qat import QuantLinear
     >>> layer = QuantLinear(4, 2)
@@ -97,7 +99,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
 def switched(quantizers: list[Quantizer], disabled: bool) -> ExitStack:
     """Switch quantizers; the context's end puts every one back."""
     undo = ExitStack()
-    for quantizer in quantizers:
+    for quantizer in quantizers:  # the present state is restored, which an outer switch may have set
         undo.callback(setattr, quantizer, "is_disabled", quantizer.is_disabled)
         quantizer.is_disabled = disabled
     return undo
@@ -131,7 +133,7 @@ def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, acti
 
 
 def named_quantizers(model: nn.Module) -> Iterator[tuple[str, str | None, list[Quantizer]]]:
-    """(name, name of float class, quantizers) of layers, those of the inputs included, and of quantizers."""
+    """Yield (name, name of float class, quantizers) of layers and of quantizers."""
     handed = _handed(model)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Quantizer):
@@ -149,6 +151,6 @@ def _handed(model: nn.Module) -> dict[nn.Module, list[Quantizer]]:
             layer = submodule_of(part, node)
             given = [node.kwargs.get(key) for key in QUANTIZER_ARGUMENTS] if isinstance(layer, QuantLayer) else []
             handed = [part.get_submodule(str(each.target)) for each in given if isinstance(each, fx.Node)]
-            if layer is not None:
+            if layer is not None:  # the graph hands quantizers of tensors to the layers that read them
                 found.setdefault(layer, []).extend(each for each in handed if isinstance(each, Quantizer))
     return found

@@ -1,4 +1,4 @@
-"""Text for a reader: tables, errors in a line, the names that a misspelt one stands for, and values of a wrong type."""
+"""Text for a reader: tables, errors in a line, similar names, wrong types."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -9,9 +9,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
-    """The lines of a plain-text table, its columns two spaces apart; the rows are of one length, the head first.
+    """Return the lines of a plain-text table, with columns two spaces apart.
 
-    With `numbers` all columns but the first are aligned to the right, and the head is underlined.
+    The rows are of one length, the head first. With `numbers` all columns but the first are aligned to the right, and
+    the head is underlined.
 
     >>> print(*table([["name", "bits"], ["conv1", "8"]]), sep="\\n")
     name   bits
@@ -33,12 +34,12 @@ def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
 
 
 def plural(count: int, noun: str) -> str:
-    """'1 slot', '2 slots'."""
+    """Return a count with its noun: '1 slot', '2 slots'."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def some(names: Sequence[str]) -> str:
-    """The first three names, and how many there are.
+    """Return the first three names, and how many more there are.
 
     >>> some(["a", "b"]), some(["a", "b", "c", "d"])
     ('a, b', 'a, b, c and 1 more')
@@ -47,7 +48,9 @@ def some(names: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callable[[str], str] = str) -> str:
-    """A question that offers the most similar known names; "" if none is similar. Case does not matter.
+    """Return a question with the most similar known names; "" if none is similar.
+
+    Case does not matter.
 
     >>> did_you_mean("LSG", ["lsq", "pact"])
     "did you mean 'lsq'?"
@@ -56,13 +59,15 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callabl
     >>> did_you_mean("ema", ["lsq", "pact"])
     ''
     """
-    originals = {name.lower(): name for name in known}
+    originals = {name.lower(): name for name in known}  # compared without case, shown as they are
     found = [repr(shown(originals[match])) for match in get_close_matches(word.lower(), originals, count)]
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
-def unknown_name(given: Iterable[Any], known: Iterable[str], kind: str = "key") -> str:
-    """The end of a sentence about the first name that is not known: the most similar one, or all; "" if all are known.
+def unknown_name(given: Iterable[object], known: Iterable[str], kind: str = "key") -> str:
+    """Return the end of a sentence about the first unknown name; "" if all are known.
+
+    It offers the most similar known name, or else all of them.
 
     >>> unknown_name({"bit": 4}, ["bits", "signed"])
     "unknown key 'bit'; did you mean 'bits'?"
@@ -78,7 +83,7 @@ def unknown_name(given: Iterable[Any], known: Iterable[str], kind: str = "key") 
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none.
+    """Return the first line of an error's message, or its type if it has none.
 
     >>> first_line(ValueError("no such grid\\nand more")), first_line(ValueError())
     ('no such grid', 'ValueError')
@@ -86,16 +91,16 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "None",
-         Mapping: "a mapping"}  # fmt: skip
-
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
+WORDS[Mapping] = "a mapping"
 UNIONS = (Union, UnionType)
 
 
-def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
-    """Refuse values of other types than the fields of a class or the arguments of a function have; no bool is a number.
+def check_types(kind: Any, given: Mapping[str, object], where: str = "") -> None:
+    """Refuse values that do not fit the annotations of a class or a function.
 
-    The ValueError says what would be right; it begins with `where`, or else with the name of the class or function.
+    A bool is no number. The ValueError says what would be right; it begins with `where`, or else with the name of the
+    class or function.
     """
     for name, hint in _hints_of(kind).items():
         if name in given and not _fits(given[name], hint):
@@ -106,13 +111,13 @@ def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
 _hints_of = cache(get_type_hints)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     origin, inner = get_origin(hint) or hint, [each for each in get_args(hint) if each is not ...]
     if origin is Literal:
         return isinstance(value, str) and value in inner
     if origin in UNIONS:
         return any(_fits(value, each) for each in inner)
-    if isinstance(value, bool) or origin is Any:
+    if isinstance(value, bool) or origin is Any:  # Python's bool is an int
         return origin in (bool, Any)
     if origin not in (tuple, frozenset, Mapping) or not isinstance(value, origin):
         return isinstance(value, Real if origin is float else origin)

@@ -1,4 +1,4 @@
-"""`prepare`: a quantized copy of a float model.
+"""Preparation of a float model: a quantized copy.
 
 Only this file knows both graphs of a prepared model: the plain one, and the one that trains on codes.
 """
@@ -48,7 +48,7 @@ def prepare(
 def prepare(
     model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Inputs | None = None, *, dry_run: bool = False
 ) -> nn.Module | str:
-    """A copy of the model with quantized layers and quantizers; the model itself is untouched.
+    """Return a copy of the model with quantized layers and quantizers.
 
     Every tensor that a quantized layer or a matrix product reads gets one quantizer, at its producer. Sums,
     concatenations and averages compute on grids if their result is read as integers. A BatchNorm directly after a
@@ -92,7 +92,7 @@ def prepare(
     graph_class: type[PreparedGraph] = PreparedGraph
     from qat.codes.graph import FusedGraph as graph_class  # noqa: N813, F811 - without this line models train plainly
 
-    with seeded(0):
+    with seeded(0):  # a model that draws random numbers is captured alike in each run
         root = copy.deepcopy(model)
         examples = None if example_inputs is None else bind_inputs("prepare", root, example_inputs)
         prepared: nn.Module
@@ -109,7 +109,7 @@ def prepare(
         check_patterns(recipe, layers, model)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-        keep_all_attributes(prepared, root)
+        keep_all_attributes(prepared, root)  # such as `model.classes`, which no graph needs
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
@@ -119,7 +119,7 @@ def prepare(
 
 
 def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
-    """Copy the float model's train and eval modes, module by module: a BatchNorm that is in eval() stays so."""
+    # Module by module: a BatchNorm that is in eval() stays so.
     prepared.train(model.training)
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
@@ -132,7 +132,7 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
 
 
 def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:
-    """Run the model once in evaluation, and check that every activation quantizer sees a tensor, but the user's own."""
+    """Run the model; refuse activation quantizers that never run, but the `own` ones."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     silent = {name for name in quantizers if not name.endswith("weight_quantizer")} - own
     with ExitStack() as undo:

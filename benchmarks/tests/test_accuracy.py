@@ -14,7 +14,7 @@ from benchmarks.accuracy import ACCURACY, LARGEST, MODELS, ROOT, last_training_l
 from benchmarks.cifar_resnet import resnet20
 from benchmarks.kept import kept
 from qat.training.config.file import load_config
-from qat.training.loop.preparation import build_recipe
+from qat.training.model import build_recipe
 from tests.runs.finished_runs import own_fixture  # noqa: F401
 
 NAMES = sorted(path.stem for path in MODELS.glob("*.onnx"))

@@ -1,1 +1,1 @@
-"""The command line `python -m qat VERB RUN ...`: a file for each verb; `runs.py` opens what RUN names."""
+"""Command line `python -m qat VERB RUN ...`: a file for each verb."""

@@ -1,6 +1,6 @@
-"""How fast the integer model is beside float in the same runtime: latency by batch size and threads, and sizes.
+"""Measure latency and size of the integer model, beside float in the same runtime.
 
-In LiteRT and TensorFlow Lite Micro the integer model alone is measured.
+Rows are by batch size and threads. In LiteRT and TensorFlow Lite Micro only the integer model is measured.
 The integer model runs as its answers are proven. Where the runtime's default session multiplies otherwise (x86 without
 VNNI), it has a second row, with the share of a batch of validation images for which it predicts the same.
 """
@@ -14,22 +14,21 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
 from qat.cli.runs import add_overrides, add_run, check_folder_of, count, counts, open_run
-from qat.cli.runtimes import RUNTIMES, Session, default_differs, open_file
+from qat.cli.runtimes import RUNTIMES, Array, Session, default_differs, open_file
 from qat.export.onnx.program import quiet_export
 from qat.text import first_line, table
 from qat.training.errors import UserError
 from qat.training.report.figures import can_draw
-from qat.training.run.folder import LATENCY, MODEL
+from qat.training.run.folder import LATENCY, MODEL, Json
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
-ROUND = 0.05  # seconds that a model runs before the other one's turn, at least one call
-DEFAULT = "integers, default session"  # the row of a session without options, where that does not multiply exactly
+ROUND = 0.05  # seconds that a model runs before the next one's turn; at least one call
+DEFAULT = "integers, default session"  # row of a session without options, where that does not multiply exactly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +52,8 @@ def run(given: argparse.Namespace) -> int:
     for option, file in (("--json", given.json), ("--plot", given.plot)):
         if file:
             check_folder_of(option, Path(file).expanduser())
-    path, agreement = opened.file(runtime), dict[str, float | None]()
-    only = open_file(path, runtime).shape[0]
+    path, agreement = opened.file(runtime), dict[str, float | None]()  # with the exact session's answers, by row
+    only = open_file(path, runtime).shape[0]  # 0 if the file takes any batch
     if only and given.batch not in (None, [only]):
         raise UserError(f"--batch: {path} takes batches of {only} alone; leave --batch out")
     batches = [only] if only else given.batch or [1, 16]
@@ -80,7 +79,7 @@ def run(given: argparse.Namespace) -> int:
             }
             rows += [row for batch in batches for row in _measured(sessions, batch, threads, given.rounds)]
         sizes = {name: path.stat().st_size for name, path in models.items() if name != DEFAULT}
-    results: dict[str, Any] = {
+    results: Json = {
         "rows": [{**row, "agreement": agreement.get(row["model"])} for row in rows],
         "bytes": sizes,
         "runtime": runtime,
@@ -97,7 +96,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: int) -> list[dict[str, Any]]:
+def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: int) -> list[Json]:
     feeds = {}
     for name, session in sessions.items():
         shape = [batch, *(side or 224 for side in session.shape[1:])]
@@ -105,7 +104,8 @@ def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: in
         feeds[name] = (
             numbers.integers(0, 256, shape, np.uint8) if session.pixels else numbers.standard_normal(shape, np.float32)
         )
-        session.run(feeds[name])
+        session.run(feeds[name])  # warms up
+    # In turns, so that a processor that slows down slows all of them.
     turns = [{name: _one_turn(each, feeds[name]) for name, each in sessions.items()} for _ in range(rounds)]
     found = {name: median(turn[name] for turn in turns) for name in sessions}
     return [
@@ -118,7 +118,7 @@ def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: in
     ]  # fmt: skip
 
 
-def _one_turn(session: Session, images: Any) -> float:  # the mean seconds of a call
+def _one_turn(session: Session, images: Array) -> float:  # the mean seconds of a call
     started, calls = time.perf_counter(), 0
     while (spent := time.perf_counter() - started) < ROUND or not calls:
         session.run(images)
@@ -126,7 +126,7 @@ def _one_turn(session: Session, images: Any) -> float:  # the mean seconds of a 
     return spent / calls
 
 
-def _shown(results: dict[str, Any], runtime: str) -> list[str]:
+def _shown(results: Json, runtime: str) -> list[str]:
     head = ["model", "batch", "threads", "ms", "images/s", "of float", "agreement"]
     cells = [
         [
@@ -146,7 +146,7 @@ def _shown(results: dict[str, Any], runtime: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+def _draw(rows: list[Json], path: Path) -> None:
     from matplotlib.figure import Figure
 
     threads, batches, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("threads", "batch", "model"))

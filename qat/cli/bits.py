@@ -1,7 +1,7 @@
-"""Bits of each layer within a budget: those that keep the float model's answers best, by an exact solver.
+"""Find the bits of each layer that keep the float model's answers within a budget.
 
 Each layer alone is tried at each number of bits, on training images without labels; the sum of these losses is then
-made least such that weights, bit operations or a runtime's milliseconds stay within the budget. With --size alone only
+minimized by an exact solver, with weights and bit operations within the budget. With --size alone only
 weights get other bits; else a layer's input gets those of its weight. Layers whose bits the run's config fixes
 (first_bits, last_bits, overrides) keep them. `RUN/bits.yaml` is the run's config with the bits that
 were found, from the run's float weights: `python train.py --config RUN/bits.yaml` trains it.
@@ -26,12 +26,11 @@ from qat.training.run.folder import FLOAT_WEIGHTS, RESOLVED_CONFIG, write_text
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat bits runs/resnet_int8 --choices 2,4,8 --size 4"
-
 FILE = "bits.yaml"
 
 Given = TypeVar("Given", QuantizationConfig, OverrideConfig)
 Table = dict[str, dict[int, float]]  # a number for each layer and each choice of bits
-Bits = dict[str, int]  # bits of weight, and of input if these are chosen too, of each layer that the config leaves open
+Bits = dict[str, int]  # by layer that the config leaves open: bits of its weight, and of its input if chosen too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +61,7 @@ def run(given: argparse.Namespace) -> int:
     if given.drop is not None and search.below_float(found) > given.drop:
         print(f"no choice of these bits is at most {given.drop:g} points below float; give more bits, or train")
         return 1
+    # The new run trains from this run's float weights, and trains no float model again.
     start = config.model.model_copy(update={"checkpoint": str((folder / FLOAT_WEIGHTS).resolve()), "weights": None})
     changed: dict[str, Any] = {"name": f"{config.name}-bits", "run_dir": None, "resume": "never"}
     changed |= {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0})}
@@ -72,22 +72,22 @@ def run(given: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Search:
-    """The layers of a run whose bits are open, what each loses and costs at each of the choices."""
+    """Search for the bits of the layers whose bits the config leaves open."""
 
     opened: Run
     data: Data
     grids: QuantizationConfig
     choices: list[int]
-    tensors: tuple[str, ...]  # whose bits are chosen: activations have no size, and keep theirs where only that counts
+    tensors: tuple[str, ...]  # tensors with open bits; activations have no size, and keep theirs where only that counts
     drops: dict[tuple[tuple[str, int], ...], float] = field(default_factory=dict, init=False)
 
     @cached_property
     def tables(self) -> tuple[Table, dict[str, Table]]:
-        """The losses of each open layer for each choice, and its bytes and bit operations."""
+        """The losses of each open layer at each choice, and its bytes and bit operations."""
         losses, costs = dict[int, dict[str, float]](), dict[int, dict[str, LayerCost]]()
         batches = list(self.data.calibration(self.grids.calibration_batches))
         for bits in progress_bar(self.choices, "bits"):
-            # Steps would round the weights that the losses are measured against.
+            # Losses are measured against the weights, which steps would round.
             grids = self._with_bits(self.grids, bits).model_copy(update={"calibration_steps": ()})
             model = self.opened.calibrated(self.data, grids)
             losses[bits] = qat.layer_losses(model, batches)
@@ -108,7 +108,7 @@ class Search:
         return {name: {bits: losses[bits][name] for bits in self.choices} for name in names}, kinds
 
     def budgets(self, given: argparse.Namespace) -> dict[str, float]:
-        """The most of each kind that the open layers may have."""
+        """Return the most bytes and bit operations that the open layers may have."""
         found, least = {}, self.choices[0]
         for kind, asked, power in (("bytes", given.size, 1), ("bit operations", given.bops, 2)):
             if asked is not None:
@@ -122,10 +122,9 @@ class Search:
         return qat.allocate(self.tables[0], self.tables[1], budgets)
 
     def smallest(self, drop: float, budgets: dict[str, float]) -> Bits:
-        """The bits of the least size, found by halving, that lose at most `drop` points of top-1; the best of all where
-        none does."""
+        """Return bits of the least size within `drop` points of top-1, else the best."""
         low = sum(costs[self.choices[0]] for costs in self.tables[1]["bytes"].values())
-        best = self.within(budgets)
+        best = self.within(budgets)  # the least loss that the other budgets allow
         high = _total(self.tables[1]["bytes"], best)
         while self.below_float(best) <= drop and high - low > 0.01 * high:
             middle = (low + high) / 2
@@ -140,7 +139,7 @@ class Search:
         return best
 
     def below_float(self, found: Bits) -> float:
-        """Points of top-1 that the calibrated model is below float on the validation images."""
+        """Return the points of validation top-1 that the calibrated model loses."""
         key = tuple(found.items())
         if key not in self.drops:
             models = self.opened.float_model, self.opened.calibrated(self.data, self.quantization(found)).eval()
@@ -164,7 +163,7 @@ class Search:
         return given.model_copy(update=changed)
 
     def described(self, found: Bits) -> list[str]:
-        """The layers with their bits and losses, and the whole beside all layers at one number of bits."""
+        """Return tables of the layers, and of the whole beside equal bits everywhere."""
         losses, kinds = self.tables
         rows = [[name, str(bits), f"{losses[name][bits]:.5f}"] for name, bits in found.items()]
         named = {str(bits): dict.fromkeys(found, bits) for bits in self.choices} | {"as found": found}

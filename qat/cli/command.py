@@ -1,4 +1,4 @@
-"""The verbs, their help, and the end of a command: one sentence and an exit status."""
+"""Verbs of `python -m qat`: their help, and the end of a command."""
 
 import argparse
 import logging
@@ -9,16 +9,16 @@ from qat.training.config.imports import import_extensions
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
+# A verb is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`. Its docstring is the help, and its
+# `WAY_ON`, if any, the advice for a user who interrupted it.
 VERBS = {
     each.__name__.rpartition(".")[2]: each
     for each in (train, report, predict, evaluate, verify, sensitivity, bits, compare, benchmark, export, lint)
 }
-"""Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help, and
-`WAY_ON`, if it has that, says what a user does who was interrupted."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run one verb; the status is as of `exit_status`, and 1 if a comparison fails."""
+    """Run one verb; return 1 if a comparison fails, for others see `exit_status`."""
     parser = build_parser()
     given, more = parser.parse_known_args(arguments)
     if more and not (hasattr(given, "overrides") and all(OVERRIDE.match(each) for each in more)):
@@ -35,7 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs."""
     example = f"example: {train.EXAMPLE}; VERB --help has one for each"
     parser = argparse.ArgumentParser(prog="python -m qat", description="Train, use, check and measure.", epilog=example)
     parser.add_argument("--version", action="version", version=qat.__version__)

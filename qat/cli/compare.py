@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their configs, and what they reached.
+"""Compare runs: differences of their configs, and their results.
 
 It reads config.yaml and summary.json alone. Rows of the config in which all runs are equal are left out.
 """
@@ -12,11 +12,11 @@ from qat.cli.runs import open_run
 from qat.text import table
 from qat.training.config.file import flat
 from qat.training.errors import UserError
-from qat.training.run.folder import read_summary
+from qat.training.run.folder import Json, read_summary
 from qat.training.run.report import ROWS
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
-PLACE = {"run_dir", "resume"}  # keys that say where a run is, and not what it does
+PLACE = {"run_dir", "resume"}  # the place of a run, no part of what it does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +31,12 @@ def run(given: argparse.Namespace) -> int:
     summaries = [read_summary(each.folder) for each in opened]
     configs = _beside([flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened])
     versions = _beside([(summary or {}).get("versions", {}) for summary in summaries])
-    found: dict[str, Any] = {
+    found: Json = {
         "runs": given.runs,
         "unfinished": [path for path, summary in zip(given.runs, summaries, strict=True) if summary is None],
         "config": {key: values for key, values in configs.items() if any(each != values[0] for each in values)},
         "results": _beside([_results(summary or {}) for summary in summaries]),
-        "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},
+        "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},  # that differ
     }
     if given.json:
         print(json.dumps(found, indent=1))
@@ -49,11 +49,11 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def _beside(columns: list[Json]) -> dict[str, list[Any]]:
     return {key: [column.get(key) for column in columns] for key in dict.fromkeys(itertools.chain(*columns))}
 
 
-def _results(summary: dict[str, Any]) -> dict[str, Any]:
+def _results(summary: Json) -> Json:
     onnx = summary.get("onnx", {})
     top1 = {f"top1 % {words}": summary[key]["top1"] for key, words in ROWS.items() if key in summary}
     found = {**top1, "seconds": summary.get("seconds"), "problem": summary.get("problem")}

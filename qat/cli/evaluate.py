@@ -1,4 +1,4 @@
-"""The accuracy of a run's model on its validation split, in one or several runtimes, and whether they agree.
+"""Measure validation accuracy in one or several runtimes, and their agreement.
 
 Where a runtime's default session does not multiply exactly (x86 without VNNI), it has a row of its own.
 """
@@ -6,7 +6,6 @@ Where a runtime's default session does not multiply exactly (x86 without VNNI), 
 import argparse
 import json
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from qat.cli.runs import add_overrides, add_run, open_run
 from qat.cli.runtimes import RUNTIMES, default_differs
 from qat.text import table
-from qat.training.run.folder import EVALUATION
+from qat.training.run.folder import EVALUATION, Json
 from qat.training.run.logging import progress_bar
 from qat.training.run.report import noise_of
 
@@ -44,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
     asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has(name)]
     ways = [(name, exact) for name in asked for exact in ((True, False) if default_differs(name) else (True,))]
     found = {f"{name}{'' if exact else ', default session'}": opened.engine(name, exact=exact) for name, exact in ways}
-    results: list[dict[str, Any]] = []
+    results: list[Json] = []
     first = None
     for name, engine in found.items():
         answers, labels, seconds = list[Tensor](), list[Tensor](), 0.0
@@ -67,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
         print(json.dumps(results, indent=1))
     else:
         rows = [[each["runtime"], f"{each['top1']:.2f}", f"{100 * each['same_answers']:.2f} %"] for each in results]
-        rows[0][2] = ""
+        rows[0][2] = ""  # it is compared with itself
         cells = [[*row, f"{each['images_per_second']:,.0f}"] for row, each in zip(rows, results, strict=True)]
         head = ["runtime", "top1 %", f"as {results[0]['runtime']}", "images/s"]
         print("\n".join([*table([head, *cells], numbers=True), "", noise_of(results[0]["top1"], len(truths))]))

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import qat
 from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
@@ -20,6 +20,7 @@ from qat.export.onnx.operators import OPSET, OPSETS
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.export.ties import explained
 from qat.layers import QuantLayer
+from qat.training.data.loaders import Batch
 from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import about_model, export_metadata
@@ -27,13 +28,11 @@ from qat.training.run.folder import MODEL, read_summary
 from qat.training.run.proof import prove
 
 EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
-
-
-OPTIONS = {
+OPTIONS = {  # by target
     "onnx": ("format", "exact_sums", "unpacked", "opset", "input", "output", "pixels"),
     "litert": ("integer_ends", "four_bits", "c_array", "table", "vela"),
 }
-NEEDED = {
+NEEDED = {  # by option of litert, the module that it needs, and its package
     "target": ("ai_edge_litert", "ste-qat[litert]"),
     "table": ("tflite_micro", "ste-qat[litert]"),
     "vela": ("ethosu", "ethos-u-vela"),
@@ -68,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Export, then prove; 1 if the proof fails."""
     opened, litert = open_run(given.run_path, given.model), given.target == "litert"
     path = Path(given.to).expanduser() if given.to else opened.folder / (TFLITE if litert else MODEL)
+    # All refusals come before the model is loaded.
     for name in OPTIONS["onnx" if litert else "litert"]:
         if getattr(given, name) not in (None, False):
             raise UserError(f"--{name.replace('_', '-')}: is no option of --target {given.target}; leave it out")
@@ -89,6 +88,7 @@ def run(given: argparse.Namespace) -> int:
 def _export_onnx(given: argparse.Namespace, opened: Run, path: Path) -> int:
     model = opened.quantized
     assert isinstance(model, fx.GraphModule)
+    # Data that are missing show before the export; no runtime here reads qonnx.
     data = None if given.no_proof or given.format == "qonnx" else opened.data(given.overrides)
     size, kept = opened.config.data.image_size, opened.transform.preprocessing
     options = {
@@ -122,6 +122,7 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
     with value_errors_reported():
         example = torch.zeros(1, 3, size, size)
         qat.export_litert(model, path, example, integer_ends=ends, four_bits=bits, metadata=_metadata(opened))
+    # Packing is an option: not every runtime reads 4 bits.
     few = any(isinstance(each, QuantLayer) and each.weight_quantizer.span() < 16 for each in model.modules())
     print(f"{path}: {path.stat().st_size:,} bytes" + " (weights of few bits take 8: --four-bits)" * (few and not bits))
     if given.c_array:
@@ -146,10 +147,11 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
     return 1
 
 
-def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:
+# ONNX Runtime's answers to pixels, against torch's to what the file makes of them.
+def _prove_pixels(opened: Run, path: Path, batches: Iterable[Batch]) -> int:
     engine, model, kept = Run(path).engine("onnxruntime"), opened.quantized, opened.transform.preprocessing
 
-    def answer(batch: Any) -> tuple[Any, Pair]:
+    def answer(batch: Batch) -> tuple[Tensor, Pair]:
         return opened.as_pixels(batch[0]), ([in_torch(model, batch[0])], [engine(batch[0])], None)
 
     comparison, normalize = LayerComparison(path, model), ToInput(kept.mean, kept.std)

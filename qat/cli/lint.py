@@ -1,7 +1,8 @@
-"""What a runtime would refuse in an ONNX file with quantizers, or compute in float; the file may be of any tool.
+"""List what a runtime would refuse in a quantized ONNX file, or compute in float.
 
-Nothing is run: the rules are of the runtime's documents and sources. The status is 1 if there is an error (not loaded,
-not run, other answers) or a warning (slower than it could be), and 0 if there are notes alone.
+The file may be of any tool. Nothing is run: the rules come from the runtime's documents and sources. The status is 1
+if there is an error (not loaded, not run, other answers) or a warning (slower than it could be), and 0 if there are
+only notes.
 """
 
 import argparse
@@ -13,8 +14,8 @@ from qat.export.lint.rules import PROFILES
 from qat.training.errors import UserError, value_errors_reported
 
 EXAMPLE = "python -m qat lint runs/resnet_int8/model.onnx --for tensorrt"
-
-SEVERITIES, SHOWN = ("error", "warning", "note"), 3
+SEVERITIES = ("error", "warning", "note")
+SHOWN = 3  # operators of a rule that are named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the findings by rule; 1 if there is an error or a warning."""
     path = Path(given.file).expanduser()
     path = path / "model.onnx" if path.is_dir() else path
     if not path.is_file():

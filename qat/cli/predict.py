@@ -1,4 +1,4 @@
-"""What the model sees in pictures: the classes with the highest scores, of the integer model and of float."""
+"""Classify pictures: the classes with the highest scores, integer model and float."""
 
 import argparse
 import json
@@ -36,6 +36,7 @@ def run(given: argparse.Namespace) -> int:
         with problems_of("IMAGE"):
             picture = opened.transform(read_picture(file))
         shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
+        # A model may have more outputs than the data had classes.
         scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
         best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
         found.append({"file": file, "class": best, "scores": scores})
@@ -48,6 +49,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:
     first = next(iter(shares.values()))
+    # The best classes of either model, in the order of the first.
     shown = torch.cat([share.topk(min(top, len(classes))).indices for share in shares.values()])
     ordered = sorted(set(shown.tolist()), key=lambda index: -float(first[index]))
     rows = [[classes[index], *(f"{100 * share[index]:.1f} %" for share in shares.values())] for index in ordered]

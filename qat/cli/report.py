@@ -1,6 +1,6 @@
-"""`report.html` of a run, drawn anew from what lies in its folder, or one page with several runs side by side.
+"""Draw the report of a run anew, or one page of several runs side by side.
 
-A run writes its own at its end. What the verbs evaluate and sensitivity have measured since is drawn too.
+A run writes report.html at its end. Results of the verbs evaluate and sensitivity since then are drawn too.
 """
 
 import argparse
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from qat.cli.runs import check_folder_of, open_run
 from qat.training.errors import UserError
+from qat.training.report.findings import ReportedRun
 from qat.training.report.page import write_report
-from qat.training.report.run import ReportedRun
 from qat.training.run.folder import REPORT
 
 EXAMPLE = "python -m qat report runs/resnet_int8 runs/resnet_int8-2 --to both.html"

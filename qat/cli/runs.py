@@ -1,4 +1,4 @@
-"""What RUN names: the folder of a run of train.py, or its file; its engines; arguments that several verbs share."""
+"""Run folder or file that RUN names, and arguments that several verbs share."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,17 @@ from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
 from qat.training.data.transforms import ToInput
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
-from qat.training.loop.evaluation import split_output
-from qat.training.loop.preparation import prepare_model
-from qat.training.model import build_model, load_weights
+from qat.training.model import build_model, load_weights, prepare_model, split_output
 from qat.training.run.checkpoint import preprocessing_of
-from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary, write_text
+from qat.training.run.folder import (
+    FLOAT_WEIGHTS,
+    LAST_CHECKPOINT,
+    MODEL,
+    RESOLVED_CONFIG,
+    Json,
+    read_summary,
+    write_text,
+)
 
 WRITERS = {
     MODEL: "train.py writes it with resume=auto export.onnx=true",
@@ -38,7 +44,7 @@ HINT = "or a model.onnx or model.tflite"
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """RUN, and the code of the user's own that it needs: rules and targets, and what builds the float model."""
+    """Add RUN, and the user's code that it needs: rules, targets, the float model."""
     parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
     builder = "builds the float model, for runs of a model of your own"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:CALLABLE", help=builder)
@@ -47,32 +53,28 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Changes of the run's config, such as where its data lie now."""
+    """Add changes of the run's config, such as where its data lie now."""
     text = "changes of the run's config: data.root=..."
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
 
 
 def count(text: str) -> int:
-    """For `type=`: a whole number above 0."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """For `type=`: whole numbers above 0, with commas."""
     return list(dict.fromkeys(count(number) for number in text.split(",")))
 
 
 def number(text: str) -> float:
-    """For `type=`: a number that is not nan or inf."""
     if not math.isfinite(value := float(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a number")
     return value
 
 
 def check_folder_of(option: str, path: Path) -> None:
-    """Refuse a file to write whose folder is missing, before any work."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 
@@ -82,10 +84,10 @@ Engine: TypeAlias = Callable[[Tensor], Tensor]  # from images (N, 3, H, W) float
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or its exported file alone; `builder` names the user's own float model, where needed."""
+    """Run folder, or its exported file alone."""
 
     path: Path
-    builder: str | None = None
+    builder: str | None = None  # `package.module:callable` of the user's own float model
 
     @property
     def folder(self) -> Path:
@@ -95,7 +97,7 @@ class Run:
         return self.path
 
     def file(self, runtime: str) -> Path:
-        """The integer model that a runtime reads; a UserError if there is none."""
+        """Return the integer model that a runtime reads; UserError if there is none."""
         name = RUNTIMES[runtime].file
         if not self.has(runtime):
             if self.path.is_file():
@@ -105,13 +107,12 @@ class Run:
         return self.path / name if self.path.is_dir() else self.path
 
     def has(self, runtime: str) -> bool:
-        """Whether there is an integer model for a runtime."""
         name = RUNTIMES[runtime].file
         return (self.path / name).is_file() if self.path.is_dir() else self.path.suffix == Path(name).suffix
 
     @property
     def runtime(self) -> str:
-        """What runs it by default: the first that reads its file, or torch if there is none."""
+        """Default runtime: the first that reads the file, or torch without a file."""
         return next((name for name in RUNTIMES if self.has(name)), "torch")
 
     @cached_property
@@ -120,9 +121,9 @@ class Run:
 
     @cached_property
     def quantized(self) -> nn.Module:
-        given = self._build() if ":" in self.config.model.name else None
+        given = self._build() if ":" in self.config.model.name else None  # `qat.load` imports no user's code
         with warnings.catch_warnings(), value_errors_reported("RUN: "):
-            warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", UserWarning)  # an unfinished run may be measured too
             return qat.load(self.folder, given)
 
     @cached_property
@@ -135,8 +136,8 @@ class Run:
             return InputTransform(preprocessing_of(self.about))
 
     @cached_property
-    def about(self) -> dict[str, Any]:
-        """What the file or the summary says of classes and preprocessing."""
+    def about(self) -> Json:
+        """Classes and preprocessing, as the file or the summary has them."""
         if self.runtime != "torch":
             about = notes_of(self.file(self.runtime))
         else:
@@ -148,7 +149,7 @@ class Run:
         return about
 
     def engine(self, runtime: str, *, exact: bool = True) -> Engine:
-        """The model in a runtime; `float` is the float model before QAT, in torch. `exact` is as for `open_file`."""
+        """Return the model in a runtime; `float` is the float model, in torch."""
         if runtime in RUNTIMES:
             session = open_file(self.file(runtime), runtime, exact=exact)
 
@@ -161,7 +162,7 @@ class Run:
         return lambda images: in_torch(model, images)
 
     def as_pixels(self, images: Tensor) -> Tensor:
-        """Normalised images (N, 3, H, W) as the uint8 pixels (N, H, W, 3) that they were."""
+        """Return the uint8 pixels (N, H, W, 3) of normalised images (N, 3, H, W)."""
         kept = self.transform.preprocessing
         return ToInput(kept.mean, kept.std).undone(images).permute(0, 2, 3, 1).contiguous()
 
@@ -172,8 +173,7 @@ class Run:
         return model.eval()
 
     def calibrated(self, data: Data, changed: QuantizationConfig | None = None) -> nn.Module:
-        """The model as QAT began with it: the float weights on grids, the run's or others, with ranges from training
-        images."""
+        """Return the model as QAT began, with its grids or `changed` ones."""
         given = changed or self.config.quantization
         config = self.config.model_copy(update={"quantization": given})
         model = prepare_model(self.float_model, config, data.image_shape)
@@ -182,15 +182,16 @@ class Run:
             qat.calibrate(model, data.calibration(given.calibration_batches), steps=steps)
         return model
 
-    def keep(self, file: str, results: dict[str, Any]) -> None:
-        """Leave what a verb has measured in the run folder, for its report."""
+    def keep(self, file: str, results: Json) -> None:
+        """Keep results of a verb in the run folder, for its report."""
         if self.path.is_dir():
             write_text(self.path / file, json.dumps(results, indent=1) + "\n")
 
     def data(self, overrides: list[str]) -> Data:
-        """The data of the run, whose folder may have moved since: `data.root=...`."""
+        """Load the data of the run; overrides say where they lie now."""
         config = load_config(str(self.folder / RESOLVED_CONFIG), overrides)
         data = load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
+        # Another folder may have other classes, whose labels would be others too.
         if data.classes != self.classes:
             counts = f"{len(data.classes)} classes, the model has {len(self.classes)}"
             raise UserError(f"data: {counts}; set data.root to its own")
@@ -211,7 +212,6 @@ class Run:
 
 
 def open_run(path: str, builder: str | None = None) -> Run:
-    """The run that the user names."""
     file = Path(os.path.expanduser(path))
     if not file.exists():
         raise UserError(f"RUN: '{path}' does not exist{looked_in(file)}; give a run folder of train.py, {HINT}")
@@ -223,6 +223,5 @@ def open_run(path: str, builder: str | None = None) -> Run:
 
 
 def in_torch(model: nn.Module, images: Tensor) -> Tensor:
-    """The scores of a model in eval mode."""
     with torch.no_grad():
         return split_output(model(images), len(images))[0].float()

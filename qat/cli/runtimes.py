@@ -1,4 +1,4 @@
-"""What runs the file of a run: the runtimes that `--runtime` names, and a session in one of them."""
+"""Runtimes that `--runtime` names, and sessions in them."""
 
 import functools
 import json
@@ -22,19 +22,19 @@ Array = npt.NDArray[Any]
 Opened = tuple[Callable[[Array], Array], list[str], list[tuple[int, ...]]]
 TFLITE = "model.tflite"
 
+# Property of OpenVINO's CPU plugin: compute on floats that lie on the grids. Its integer kernels (oneDNN's) add pairs
+# of products in 16 bits on x86 without VNNI, as ONNX Runtime's do, and it has no others.
 EXACT_IN_OPENVINO = ("LP_TRANSFORMS_MODE", "NO")
-"""Property of OpenVINO's CPU plugin: compute on floats that lie on the grids. Its integer kernels (oneDNN's) add pairs
-of products in 16 bits on x86 without VNNI, as ONNX Runtime's do, and it has no others."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime: what it is called, its package, the file of a run folder that it reads, and its engine of LiteRT."""
+    """Runtime of a run's file."""
 
     title: str
     package: str
-    file: str = MODEL
-    engine: str | None = None
+    file: str = MODEL  # that it reads in a run folder
+    engine: str | None = None  # of LiteRT
 
 
 RUNTIMES = {
@@ -48,20 +48,19 @@ RUNTIMES = {
 
 @dataclass(frozen=True)
 class Session:
-    """A file of one input of images: its shape (0 for a free axis), whether it takes uint8 pixels, and how it runs."""
+    """Open file with one input of images."""
 
-    shape: tuple[int, ...]
-    pixels: bool
+    shape: tuple[int, ...]  # of the input; 0 for a free axis
+    pixels: bool  # the input is uint8
     run: Callable[[Array], Array]
 
 
 def default_differs(runtime: str) -> bool:
-    """Whether its sessions without options multiply otherwise than exactly on this processor."""
+    """Return True if sessions without options do not multiply exactly here."""
     return runtime in RUNTIMES and RUNTIMES[runtime].file == MODEL and not default_is_exact()
 
 
 def notes_of(path: Path) -> dict[str, Any]:
-    """What a file says of itself."""
     if path.suffix == Path(TFLITE).suffix:
         return ReadFile(path.read_bytes()).notes()
     noted = open_session(path).get_modelmeta().custom_metadata_map
@@ -69,7 +68,7 @@ def notes_of(path: Path) -> dict[str, Any]:
 
 
 def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0) -> Session:
-    """A session on the CPU; without `exact` it multiplies as the runtime does by default. `threads` 0: its choice."""
+    """Open a session on the CPU; without `exact` it multiplies as by default."""
     known = RUNTIMES[runtime]
     try:
         if known.engine:
@@ -78,7 +77,7 @@ def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0)
             compute, kinds, shapes = (_in_openvino if runtime == "openvino" else _in_onnxruntime)(path, exact, threads)
     except ImportError:
         raise UserError(f"--runtime: {runtime} is not installed; pip install {known.package}") from None
-    except Exception as error:  # each runtime has its own
+    except Exception as error:  # each runtime has its own types
         raise UserError(f"{path}: {known.title} does not open it: {first_line(error)}") from error
     if kinds not in (["float32"], ["uint8"]) or len(shapes[0]) != 4:
         named = " and ".join(f"{len(shape)}-D {kind}" for kind, shape in zip(kinds, shapes, strict=True))
@@ -107,9 +106,10 @@ def _in_openvino(path: Path, exact: bool, threads: int) -> Opened:
     return lambda images: np.array(compiled(images)[0]), *_inputs(path)
 
 
-def _in_litert(path: Path, engine: str, threads: int) -> Opened:  # with floats where the file has integer ends
+def _in_litert(path: Path, engine: str, threads: int) -> Opened:
     data = path.read_bytes()
     file, inputs = TorchFile(data, engine, threads or None), ReadFile(data).inputs
+    # `TorchFile` takes floats where the file has integer ends.
     kinds = ["float32" if each.type == 0 or each.quantization is not None else f"type {each.type}" for each in inputs]
     shapes = [tuple(map(int, each.shape)) for each in inputs]
     turned = [(n, *rest[-1:], *rest[:-1]) for n, *rest in shapes]
@@ -124,7 +124,7 @@ def _inputs(path: Path) -> tuple[list[str], list[tuple[int, ...]]]:
     return kinds, [tuple(axis.dim_value for axis in each.shape.dim) for each in inputs]
 
 
-# One for the process: where two end in the order in which they began, the next signal (Ctrl-C) is a crash.
+# One for the process: after two that end in the order in which they began, the next signal (Ctrl-C) crashes.
 @functools.cache
 def _core() -> Any:
     import openvino

@@ -1,8 +1,8 @@
-"""Which layers quantization costs accuracy: each with only it quantized, and with all but it, on validation images.
+"""Measure which layers cost accuracy, each quantized alone, and all but each.
 
-It measures the calibrated model, before QAT, whose weights are those of the float model. After QAT (`--trained`) the
-weights live on their grids: at few bits they make no float model, and only the last column says something.
-RUN/sensitivity.json keeps the results, and `report` draws them.
+On validation images, it measures the calibrated model, before QAT, whose weights are those of the float model. After
+QAT (`--trained`) the weights live on their grids: at few bits they make no float model, and only the last column says
+something. RUN/sensitivity.json keeps the results, and `report` draws them.
 """
 
 import argparse
@@ -20,15 +20,16 @@ from qat.cli.runs import add_overrides, add_run, count, in_torch, open_run
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.text import table
+from qat.training.data.loaders import Batch
 from qat.training.errors import value_errors_reported
-from qat.training.report.findings import change_of, stands_out
+from qat.training.report.findings import ReportedRun, change_of, stands_out
 from qat.training.report.page import write_report
-from qat.training.report.run import ReportedRun
 from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat sensitivity runs/resnet_int8"
-BITS, MOST = 8, 5  # what a layer gets that stands out with fewer; so many layers at most
+BITS = 8  # suggested for a layer that stands out with fewer
+MOST = 5  # suggested layers
 Result = dict[str, Any]
 
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
+    # A limit above the split's size would only warn.
     there = (read_summary(opened.folder) or {}).get("val_images", math.inf)
     limit = [f"data.limit_val={given.images}"] if given.images < there else []
     data = opened.data([*limit, *given.overrides])
@@ -64,9 +66,9 @@ def run(given: argparse.Namespace) -> int:
 
 
 # Top-1 in percent, mean cross-entropy, and two standard deviations of its difference to the first two calls', which are
-# the whole model and float. The images are the same in all calls, so deviations are those by image.
+# of the whole model and of float. The images are the same in all calls, so deviations are those by image.
 class _Evaluation:
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches: list[Batch]) -> None:
         self.batches, self.images = batches, sum(len(labels) for _, labels in batches)
         self.first: list[Tensor] = []
 
@@ -97,10 +99,7 @@ def _table(result: Result) -> list[str]:
 
 
 def suggested(result: Result, model: nn.Module) -> Result:
-    """Overrides for the layers that cost most: 8 bits for what has fewer, float for a layer that has 8.
-
-    These are the layers that `stands_out` names.
-    """
+    """Return overrides for layers that stand out: 8 bits, or float at 8 already."""
     found = Result()
     for row in sorted(result["layers"], key=lambda row: row["all_but"]["both"]["loss"]):
         layer, owner = (model.get_submodule(name) for name in (row["name"], row["name"].rpartition(".")[0]))

@@ -1,4 +1,4 @@
-"""Fine-tune a model with quantization, export it and prove it: the same as train.py, from any folder."""
+"""Fine-tune a model with quantization, export and prove it, as train.py does."""
 
 from qat.training.run.exit_status import HOW_TO_RESUME
 from qat.training.script import add_arguments, run_parsed

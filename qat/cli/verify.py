@@ -1,8 +1,11 @@
-"""Whether the file of a run answers as the trained model: predictions, integers, and the first layer that differs."""
+"""Compare the file of a run with the trained model: predictions and integers.
+
+It names the first layer that differs, and the probable cause.
+"""
 
 import argparse
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,12 @@ from qat.export import (
 from qat.export.onnxruntime.session import default_is_exact
 from qat.export.ties import allowed_of
 from qat.text import plural, table
+from qat.training.data.loaders import Batch
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import state_digest
 
 EXAMPLE = "python -m qat verify runs/resnet_int8"
-COMPARED = [name for name in RUNTIMES if name != "openvino"]
+COMPARED = [name for name in RUNTIMES if name != "openvino"]  # which has no comparison by layers here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what was compared; 1 if more than 0.5 % of the answers, or an integer, differ beyond rounding."""
+    """Print the comparison; return 1 if the file is not the trained model."""
     if given.default_session and RUNTIMES[given.runtime].engine:
         raise UserError(f"--default-session: is of ONNX Runtime; leave it out with --runtime {given.runtime}")
     opened = open_run(given.run_path, given.model)
@@ -71,11 +75,11 @@ def run(given: argparse.Namespace) -> int:
 
 
 def compared(
-    path: Path, model: nn.Module, batches: Iterable[Any], runtime: str, *, default_session: bool = False
+    path: Path, model: nn.Module, batches: Iterable[Batch], runtime: str, *, default_session: bool = False
 ) -> tuple[Verification, list[LayerDifference], Differences | None]:
-    """Answers over all batches, the integers of every layer over the first, and what is behind answers that differ."""
+    """Compare answers on all batches, and integers on the first; explain differences."""
     images, engine = next(iter(batches))[0], RUNTIMES[runtime].engine
-    open_file(path, runtime)  # refuses in a sentence
+    open_file(path, runtime)  # refuses a file in a sentence
     option: dict[str, Any] = {"engine": engine} if engine else {"default_session": default_session}
     verify, compare = (qat.verify_litert, compare_litert_layers) if engine else (qat.verify_onnx, compare_layers)
     with value_errors_reported(f"{path}: "):
@@ -88,7 +92,6 @@ def compared(
 def sentences(
     found: Verification, layers: list[LayerDifference], behind: Differences | None, runtime: str
 ) -> list[str]:
-    """What was compared."""
     title, first, second = RUNTIMES[runtime].title, found.torch_top1, found.onnx_top1
     top1 = f"; top1 {first:.2f} % in torch, {second:.2f} % in {title}" if first else ""
     differing, total = (sum(getattr(layer, key) for layer in layers) for key in ("differing", "elements"))
@@ -104,18 +107,18 @@ def sentences(
 
 
 def is_other(layers: list[LayerDifference], behind: Differences | None, runtime: str) -> bool:
-    """Whether the file is not the trained model; LiteRT may round any sum to the neighbour."""
     return any(_beyond(layer, runtime) for layer in layers) or not (behind is None or behind.explained)
 
 
 def _beyond(layer: LayerDifference, runtime: str) -> bool:
+    # LiteRT may round any sum to the neighbour.
     return layer.largest > 1 if RUNTIMES[runtime].engine else layer.beyond_ties > 0
 
 
 def probable_cause(
     opened: Run, layer: LayerDifference, images: Tensor, runtime: str = "onnxruntime", *, default_session: bool
 ) -> str:
-    """A sentence on what is behind the differences of the first layer that differs on these images."""
+    """Return a sentence on why the first differing layer differs on these images."""
     path = opened.file(runtime)
     if notes_of(path).get("state_sha256") not in (None, state_digest(opened.quantized.state_dict())):
         return (
@@ -137,6 +140,7 @@ def probable_cause(
             f"this processor adds pairs of products in 16 bits (no VNNI), where {layers} layers may saturate; compare"
             " without --default-session, and see docs/targets.md for exact sessions and models"
         )
+    # Without optimisation of the graph, only the layers themselves are left to differ.
     plain = [] if engine else compare_layers(path, opened.quantized, images, optimize=False)
     if layer.fused or any(each.name == layer.name and not each.beyond_ties for each in plain):
         fusion = f", a fusion between {' and '.join(layer.fused)}" if layer.fused else ""
@@ -146,10 +150,10 @@ def probable_cause(
 
 
 class FirstBatches:
-    """The first batches of a loader, every time that it is iterated."""
+    """First batches of a loader, every time that it is iterated."""
 
-    def __init__(self, batches: Iterable[Any], count: int | None) -> None:
+    def __init__(self, batches: Iterable[Batch], count: int | None) -> None:
         self.batches, self.count = batches, count
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Batch]:
         return itertools.islice(iter(self.batches), self.count)

@@ -1,4 +1,4 @@
-"""Aids of fine-tuning: what helps few bits to the accuracy of many, each a small class or function for any loop."""
+"""Aids of fine-tuning at few bits: small classes and functions for any loop."""
 
 from qat.finetuning.accumulation import grouped
 from qat.finetuning.distillation import Distillation

@@ -1,4 +1,4 @@
-"""`grouped`: the batches of one optimizer step, for gradient accumulation."""
+"""Batches of one optimizer step, for gradient accumulation."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -8,9 +8,10 @@ Batch = TypeVar("Batch")
 
 
 def grouped(batches: Iterable[Batch], count: int) -> Iterator[list[Batch]]:
-    """Lists of `count` batches in their order, each for one optimizer step; the last list has what is left.
+    """Yield lists of `count` batches, each for one optimizer step.
 
-    A step over such a group has the gradient of one batch with all of its images, where the loss is
+    The last list has what is left. A step over such a group has the gradient of one batch with all of its images, where
+    the loss is
 
         sum over batches of len(batch) / (images of the group) * mean loss of the batch
 
@@ -32,4 +33,4 @@ def grouped(batches: Iterable[Batch], count: int) -> Iterator[list[Batch]]:
     if not count >= 1:
         raise ValueError(f"grouped: count must be at least 1, got {count!r}")
     source = iter(batches)
-    return iter(lambda: list(islice(source, count)), [])
+    return iter(lambda: list(islice(source, count)), [])  # an empty list is the end

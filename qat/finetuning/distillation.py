@@ -1,4 +1,4 @@
-"""`Distillation`: the quantized model learns what a float model answers, beside the labels."""
+"""Distillation: the quantized model also learns from a float model's answers."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,12 +15,11 @@ from qat.inputs import expect_model
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.text import did_you_mean
 
-LOGITS = "logits"
-"""The key of the model's own output beside its features."""
+LOGITS = "logits"  # key of the model's own output beside its features
 
 
 class Distillation:
-    """The loss that draws a student's logits to a teacher's (arXiv:1503.02531).
+    """Loss that draws a student's logits to a teacher's (arXiv:1503.02531).
 
     With z the student's logits of a batch, t the teacher's of the same images, and T the temperature:
 
@@ -72,11 +71,14 @@ class Distillation:
         self.teacher, self.temperature, self.weight, self.amp = teacher, temperature, weight, amp
 
     def watching(self, model: nn.Module) -> nn.Module:
-        """The student to call in training: the model, or with features one of its modules that returns them too."""
+        """Return the student to call in training; with features, it returns them too.
+
+        Without features it is the model; else it has the model's modules.
+        """
         return _watched(model, list(self.features))
 
     def __call__(self, output: Tensor | Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """The loss of the student's output for these images: logits, or what `watching(model)` returns."""
+        """Return the loss of a student's output: logits, or that of `watching`."""
         answers = self.answers(images)
         student: Mapping[str, Tensor] = {LOGITS: output} if isinstance(output, Tensor) else output
         for name, answer in answers.items():
@@ -92,13 +94,13 @@ class Distillation:
         return loss
 
     def _divergence(self, logits: Tensor, answers: Tensor) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
+        wide = torch.promote_types(logits.dtype, torch.float32)  # half precision loses small probabilities
         student, teacher = (F.log_softmax(z.to(wide) / self.temperature, dim=-1) for z in (logits, answers))
         return self.temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
     @torch.no_grad()
     def answers(self, images: Tensor) -> dict[str, Tensor]:
-        """The teacher's logits, under that key, and its features by name."""
+        """Return the teacher's logits, under the key "logits", and its features by name."""
         amp = torch.autocast(images.device.type, self.amp or torch.bfloat16, enabled=self.amp is not None)
         with evaluating(self.teacher), amp:
             returned: Any = self._asked(images)
@@ -112,7 +114,7 @@ class Distillation:
 def _watched(model: nn.Module, names: list[str]) -> nn.Module:
     if not names:
         return model
-    if isinstance(model, PreparedGraph):  # calls the layers in a block and not the block, so that no hook on it fires
+    if isinstance(model, PreparedGraph):  # it calls the layers in a block, not the block: hooks on that never fire
         return feature_extractor(model, {"": LOGITS, **{name: name for name in names}})
     return _Watching(model, names)
 
@@ -126,12 +128,12 @@ class _Watching(nn.Module):
             if name not in modules:
                 hint = did_you_mean(name, modules, count=3) or f"modules are called {', '.join(list(modules)[1:4])} ..."
                 raise ValueError(f"features: {type(model).__name__} has no module {name!r}; {hint}")
-        self.train(model.training)
+        self.train(model.training)  # a new module is in training, whatever its children are
 
-    def forward(self, *inputs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def forward(self, *inputs: object) -> dict[str, object]:
+        found: dict[str, object] = {}
 
-        def keep(_module: nn.Module, _inputs: Any, output: Any, name: str) -> None:
+        def keep(_module: nn.Module, _inputs: object, output: object, name: str) -> None:
             found[name] = output
 
         with ExitStack() as hooks:  # for this call alone: a copy of the model would keep them

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights."""
+"""Exponential moving average of a model's weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ from qat.inputs import expect_model
 
 
 class EMA:
-    """Running averages of a model's floating-point parameters and buffers, without a copy of its modules.
+    """Running averages of a model's floating-point parameters and buffers.
 
-    After each step: average = decay * average + (1 - decay) * value, starting from the values at construction, as for
-    the teacher of arXiv:1703.01780. At few bits weights jump between two levels until the end (arXiv:2203.11086), and
-    their averages do not. An average lies between the values that it has seen, so that the floor of a scale applies to
-    its average too. Integer buffers (counters, flags) and buffers with infinities (masks) have no average; the model's
-    own values are used. Averaged statistics of BatchNorm are of the weights as they were: call
-    `qat.reestimate_batch_norm` before an evaluation. Under torch.distributed each rank averages its own, without an
-    exchange: equal parameters have equal averages.
+    The modules are not copied. After each step: average = decay * average + (1 - decay) * value, starting from the
+    values at construction, as for the teacher of arXiv:1703.01780. At few bits weights jump between two levels until
+    the end (arXiv:2203.11086), and their averages do not. An average lies between the values that it has seen, so that
+    the floor of a scale applies to its average too. Integer buffers (counters, flags) and buffers with infinities
+    (masks) have no average; the model's own values are used. Averaged statistics of BatchNorm are of the weights as
+    they were: call `qat.reestimate_batch_norm` before an evaluation. Under torch.distributed each rank averages its
+    own, without an exchange: equal parameters have equal averages.
 
     It costs one pass over the parameters in every step, and their memory once.
 
@@ -45,7 +45,7 @@ class EMA:
         expect_model(EMA, model, locals())
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA: decay must be from 0 to 1, got {decay!r}")
-        # Of `AveragedModel` the update alone: it averages integers too, and reads a counter from the device each step.
+        # Only the update of `AveragedModel`: the class averages integers too, and reads a counter from the device.
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages = {
             name: tensor.detach().clone()
@@ -56,13 +56,16 @@ class EMA:
     def update(self, model: nn.Module) -> None:
         """Move the averages towards the model's current values."""
         pairs = list(zip(self._averages.values(), self._of(model), strict=True))
-        for sharded in (False, True):  # torch takes lists of either kind
+        for sharded in (False, True):  # torch does not take lists of both kinds
             kind = [pair for pair in pairs if is_sharded(pair[0]) == sharded]
             if kind:
                 self._average([average for average, _ in kind], [value for _, value in kind], 0)
 
     def hold(self, model: nn.Module, oscillations: Oscillations) -> None:
-        """Before an evaluation: averages of frozen weights become their integers, to which they may not round yet."""
+        """Set averages of frozen weights to their integers, before an evaluation.
+
+        They may not round to these integers yet.
+        """
         with self.swapped(model):
             oscillations.hold()
             _copy(list(self._averages.values()), self._of(model))
@@ -73,7 +76,7 @@ class EMA:
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model holds the averages; at its end, the model gets all of its own values back."""
+        """Let the model hold the averages; at the end it gets its own values back."""
         tensors = [tensor.detach() for _, tensor in _tensors(model)]
         own = [tensor.clone() for tensor in tensors]
         self.copy_to(model)
@@ -81,14 +84,14 @@ class EMA:
             yield
         finally:
             _copy(tensors, own)
-            reshard(model)
+            reshard(model)  # else FSDP2 would go on with gathered averages
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages by name, not copied."""
+        """Return the averages by name, not copied."""
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the averages of a model with the same names and shapes; ValueError for another one."""
+        """Load averages of the same names and shapes; ValueError for others."""
         different = sorted(self._averages.keys() ^ state.keys())
         if different:
             raise ValueError(f"EMA: the averages are of another model; they differ in {different[0]!r}")
@@ -100,7 +103,7 @@ class EMA:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    reshard(model)  # the rank's parts
+    reshard(model)  # with FSDP2, the rank's parts
     yield from model.named_parameters()
     yield from model.named_buffers()
 

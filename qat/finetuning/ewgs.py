@@ -1,8 +1,8 @@
-"""`update_ewgs`: the delta of element-wise gradient scaling from the trace of the Hessian."""
+"""Delta of element-wise gradient scaling, from the trace of the Hessian."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,16 @@ from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
 from qat.quantizer.granularity import to_groups
 
-SPREAD = 3.0
-"""The paper's G, one gradient that represents a tensor's, in standard deviations of them."""
+Batch = TypeVar("Batch")
+SPREAD = 3.0  # the paper's G, a gradient that represents a tensor's, in their standard deviations
 
 
 def update_ewgs(
-    model: nn.Module, loss_function: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any], draws: int = 1
+    model: nn.Module, loss_function: Callable[[nn.Module, Batch], Tensor], batches: Iterable[Batch], draws: int = 1
 ) -> dict[str, float]:
-    """Set delta of every quantizer with `ewgs="hessian"` that is not switched off; the paper calls it every ten epochs.
+    """Set the delta of every quantizer with `ewgs="hessian"`.
+
+    The paper calls it every ten epochs. Quantizers that are switched off are left out.
 
     delta = max(0, scale * (qmax - qmin) * Tr(H)/N / G). H is the Hessian of the loss with respect to the N values of
     the quantized tensor; its trace is estimated with random signs (Hutchinson). G is three standard deviations of their
@@ -46,14 +48,14 @@ def update_ewgs(
     if not quantizers:
         return {}
     reshard(model)
-    if any(is_sharded(parameter) for parameter in model.parameters()):  # whose memory is gone at the second derivative
+    if any(is_sharded(parameter) for parameter in model.parameters()):  # the second derivative finds their memory gone
         raise ValueError("update_ewgs: the weights are sharded over the ranks; call it before fully_shard")
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     totals = {name: torch.zeros(3, device=module.ewgs_delta.device) for name, module in quantizers.items()}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # the same signs in every call, and in a resumed run
     count = 0
     for module in quantizers.values():
-        module.ewgs_delta.zero_()  # estimate the loss itself, without the current correction
+        module.ewgs_delta.zero_()  # the Hessian is of the loss itself, without the current correction
     try:
         with torch.enable_grad():
             for batch in batches:
@@ -72,12 +74,12 @@ def update_ewgs(
 def _estimates(
     model: nn.Module,
     quantizers: dict[str, Quantizer],
-    loss_function: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
+    loss_function: Callable[[nn.Module, Batch], Tensor],
+    batch: Batch,
     draws: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    # (mean of the Hessian's diagonal, deviation of the gradients, scale) for every quantizer that ran
+    # By quantizer that ran: mean of the Hessian's diagonal, deviation of the gradients, scale.
     outputs: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
 
@@ -124,8 +126,8 @@ def _gradients_and_diagonal(
             for tensor in tensors
         ]
         product = torch.stack([(g * s).sum().float() for g, s in zip(gradients, signs, strict=True)]).sum()
-        if not product.requires_grad:
-            break  # a loss without curvature
+        if not product.requires_grad:  # the loss has no curvature
+            break
         hessian_signs = torch.autograd.grad(product, tensors, retain_graph=True, materialize_grads=True)
         for number, (row, sign) in enumerate(zip(hessian_signs, signs, strict=True)):
             diagonal[number] = diagonal[number] + (row.float() * sign.float()).mean() / draws
@@ -134,7 +136,7 @@ def _gradients_and_diagonal(
 
 @torch.no_grad()
 def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
-    estimate = summed(estimate) / rank_count()
+    estimate = summed(estimate) / rank_count()  # each rank saw batches of its own
     trace, deviation, scale = estimate.unbind()
     delta = scale * quantizer.span() * trace / (SPREAD * deviation)
     delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)  # NaN for a tensor without gradients

@@ -1,20 +1,19 @@
-"""`GradualQuantization`: a model is quantized by degrees, its activations after its weights, its weights in parts."""
-
-from typing import Any
+"""Quantization by degrees: activations after weights, weights in parts."""
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from qat.inputs import expect_model
 from qat.quantizer import Quantizer
 
 
 class GradualQuantization:
-    """Quantizes a prepared model by degrees while it trains; evaluation and export see all of it quantized.
+    """Quantize a prepared model by degrees while it trains.
 
-    Activations pass in float until progress `activations_from`: the weights find their levels first. Of each weight a
-    random share of the elements is quantized, drawn anew whenever the weight is used in training; the others pass in
-    float, with their gradient as it is (quant-noise, arXiv:2004.07320):
+    Evaluation and export see all of it quantized. Activations pass in float until progress `activations_from`: the
+    weights find their levels first. Of each weight a random share of the elements is quantized, drawn anew whenever the
+    weight is used in training; the others pass in float, with their gradient as it is (quant-noise, arXiv:2004.07320):
 
         share = weight_share + (1 - weight_share) * progress / weights_from    until weights_from, then 1
         w' = where(u < share, Q(w), w)    with u uniform in 0 to 1, from torch's generator of the weight's device
@@ -64,10 +63,10 @@ class GradualQuantization:
         self.share = 1.0
         self._activations = _switched_on(model, "activation") if activations_from > 0 else []
         self._weights = _switched_on(model, "weight") if weight_share < 1 else []
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     def set_progress(self, progress: float) -> None:
-        """Quantize what is due at this progress of the training, 0 to 1; call it before each training step."""
+        """Quantize what is due at this progress, 0 to 1; call it before each step."""
         if not 0 <= progress <= 1:
             raise ValueError(f"GradualQuantization: progress must be from 0 to 1, got {progress!r}")
         self._switch(progress >= self.activations_from)
@@ -79,15 +78,17 @@ class GradualQuantization:
             self._hooks = [weight.register_forward_hook(self._in_part) for weight in self._weights]
 
     def complete(self) -> None:
-        """Quantize everything, until the next `set_progress`: before an evaluation, a checkpoint or an export."""
+        """Quantize everything until the next `set_progress`.
+
+        Call it before an evaluation, a checkpoint or an export.
+        """
         self._switch(True)
         self.share = 1.0
         self._unhook()
 
     def _switch(self, on: bool) -> None:
         for quantizer in self._activations:
-            if quantizer.is_disabled == on:
-                quantizer.is_disabled = not on
+            quantizer.is_disabled = not on
 
     def _unhook(self) -> None:
         while self._hooks:
@@ -95,7 +96,7 @@ class GradualQuantization:
 
     def _in_part(self, quantizer: nn.Module, arguments: tuple[Tensor], quantized: Tensor) -> Tensor | None:
         if not quantizer.training:
-            return None  # the quantizer's own answer
+            return None  # keeps the quantizer's answer
         drawn = torch.empty_like(quantized, dtype=torch.bool).bernoulli_(self.share)
         return torch.where(drawn, quantized, arguments[0])
 
@@ -106,4 +107,4 @@ def _switched_on(model: nn.Module, role: str) -> list[Quantizer]:
     found = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == role]
     if not found:
         raise ValueError(f"GradualQuantization: the model has no quantizer of {role}s; call qat.prepare first")
-    return [each for each in found if not each.is_disabled]
+    return [each for each in found if not each.is_disabled]  # those that the user switched off stay off

@@ -1,4 +1,4 @@
-"""`Oscillations`: weights that jump between two integers, counted, dampened, or frozen."""
+"""Weights that jump between two integers: counted, dampened, or frozen."""
 
 import math
 from collections.abc import Mapping
@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from qat.analysis.grid_weights import GridWeight, grid_weights
 from qat.inputs import expect_model
 
-OSCILLATES = 0.005
-"""A weight counts as oscillating from this frequency on, as in the paper's tables."""
-
-STATE = ("integer", "direction", "frequency", "average", "frozen")
-"""What is known of each weight; all of it is saved."""
+OSCILLATES = 0.005  # frequency from which a weight counts as oscillating, as in the paper's tables
+STATE = ("integer", "direction", "frequency", "average", "frozen")  # of each weight
 
 
 class Count(NamedTuple):
-    """How many weights there are, how many oscillate now, and how many are frozen."""
+    """Numbers of weights, of those that oscillate now, and of frozen ones."""
 
     weights: int
     oscillating: int
@@ -26,7 +23,7 @@ class Count(NamedTuple):
 
 
 class Oscillations:
-    """Which weights oscillate, and two ways to stop them (Nagel et al., arXiv:2203.11086).
+    """Detect weights that oscillate, and stop them in two ways (arXiv:2203.11086).
 
     Near the edge between two integers the straight-through gradient pushes a weight back and forth for ever, so that
     the last weights and BatchNorm's statistics are partly chance, at few bits and in depthwise layers most.
@@ -46,8 +43,8 @@ class Oscillations:
         threshold = freeze + (freeze_from - freeze) * (1 + cos(pi * s)) / 2
         strength  = dampen * (1 - cos(pi * s)) / 2
 
-    The paper's values at 4 bits: freeze=0.01 from 0.1 (0.011 at 3 bits), or dampen=0.1. Both end about equally well
-    there (MobileNetV2 W4A4: 70.6 and 70.5 %, 69.5 without). Averages of frozen weights are held by `EMA.hold`.
+    The values of Nagel et al. at 4 bits: freeze=0.01 from 0.1 (0.011 at 3 bits), or dampen=0.1. Both end about equally
+    well there (MobileNetV2 W4A4: 70.6 and 70.5 %, 69.5 without). Averages of frozen weights are held by `EMA.hold`.
 
     The state is the training's, as an optimizer's is, and not in buffers of the model. Save `state_dict()` beside the
     optimizer's; a resumed run is then the uninterrupted one, bit by bit. Under torch.distributed it follows from the
@@ -113,10 +110,10 @@ class Oscillations:
         self.frequency = torch.zeros_like(self.integer)
         self.average = self.integer.clone()
         self.frozen = torch.zeros_like(self.integer, dtype=torch.bool)
-        self._holds = False  # whether a weight may be frozen, which the device need not be asked
+        self._holds = False  # True if a weight may be frozen; it saves a synchronisation with the device
 
     def penalty(self, progress: float) -> Tensor:
-        """What dampening adds to the loss of a step at this progress, 0 to 1: a scalar, 0 before it begins."""
+        """Return the dampening loss at this progress, 0 to 1; 0 before it begins."""
         share = _share(progress, self.after)
         strength = 0.0 if share is None else self.dampen * (1 - math.cos(math.pi * share)) / 2
         parts = [_distance(each) for each in self.weights.values() if strength and not each.quantizer.passes]
@@ -124,7 +121,10 @@ class Oscillations:
 
     @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Take note of the weights after the optimizer's step at this progress, 0 to 1, and hold the frozen ones."""
+        """Note the weights after an optimizer's step at this progress, 0 to 1.
+
+        Frozen ones are set to their integers again.
+        """
         codes = self._codes()
         change = torch.sign(codes - self.integer).to(torch.int8)
         oscillates = change * self.direction < 0
@@ -136,32 +136,38 @@ class Oscillations:
         if self.freeze is not None and share is not None:
             threshold = self.freeze + (self.freeze_from - self.freeze) * (1 + math.cos(math.pi * share)) / 2
             new = (self.frequency > threshold) & ~self.frozen
-            # On the grid without a clamp: an average of its integers.
+            # An average of integers of the grid needs no clamp.
             self.integer = torch.where(new, self.average.round(), self.integer)
             self.frozen |= new
             self._holds = True
         self.hold()
 
     def count(self) -> Count:
-        """The sums of `by_layer`."""
+        """Return the sums of `by_layer`."""
         return Count(*map(sum, zip(*self.by_layer().values(), strict=True)))
 
     def by_layer(self) -> dict[str, Count]:
-        """By name of the layer; a weight oscillates if its frequency is above 0.005 and it is not frozen."""
+        """Return counts by layer name.
+
+        A weight oscillates if its frequency is above 0.005 and it is not frozen.
+        """
         flags = torch.stack(((self.frequency > OSCILLATES) & ~self.frozen, self.frozen))
         sums = torch.stack([part.sum(1) for part in flags.split_with_sizes(self._sizes, dim=1)])
         rows = sums.tolist()  # one device synchronisation
         return {name: Count(size, *row) for name, size, row in zip(self.weights, self._sizes, rows, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of each weight, in vectors over all layers, and the layers with their sizes."""
+        """Return the state of each weight, in vectors over all layers, and their sizes."""
         return {
             **{key: getattr(self, key) for key in STATE},
             "layers": dict(zip(self.weights, self._sizes, strict=True)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict` of a model with the same layers, whose weights the model holds already."""
+        """Load a `state_dict` of a model with the same layers.
+
+        The model holds the weights of that time already.
+        """
         own = dict(zip(self.weights, self._sizes, strict=True))
         missing = sorted({"layers", *STATE} - state.keys())
         if missing:
@@ -171,10 +177,10 @@ class Oscillations:
             raise ValueError(f"Oscillations: the state is of another model; they differ in {different[0]!r}")
         for key in STATE:
             getattr(self, key).copy_(state[key])
-        self._holds = bool(self.frozen.any())
+        self._holds = bool(self.frozen.any())  # waits for the device, once
 
     def _codes(self) -> Tensor:
-        # those that are frozen or switched off have not moved
+        # Weights that are frozen or switched off have not moved.
         parts = [
             before if each.quantizer.passes else each.codes().flatten().to(before.dtype)
             for each, before in zip(self.weights.values(), self.integer.split_with_sizes(self._sizes), strict=True)
@@ -184,12 +190,12 @@ class Oscillations:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Set the frozen weights of the model to their integers, on its scales as they are now."""
+        """Set the frozen weights to their integers, on the present scales."""
         if not self._holds:
             return
         integers, frozen = self.integer.split_with_sizes(self._sizes), self.frozen.split_with_sizes(self._sizes)
         for each, codes, held, shape in zip(self.weights.values(), integers, frozen, self._shapes, strict=True):
-            if not each.quantizer.passes:
+            if not each.quantizer.passes:  # switched off, the weight is float for a while
                 rows = each.rows()
                 values = each.values(codes.view(shape)).to(rows.dtype)
                 each.write(torch.where(held.view(shape), values, rows))

@@ -1,1 +1,1 @@
-"""The training script's parts: config, data, training loop, run files. The library does not know this package."""
+"""Parts of the training script; the library does not import them."""

@@ -1,4 +1,4 @@
-"""The exception that the command turns into plain sentences on standard error and exit status 2."""
+"""Errors that the command shows as plain sentences, with exit status 2."""
 
 import os
 from collections.abc import Iterator
@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something that the user can fix: sentences that say where, what with the value, and what would be right.
+    """Something that the user can fix.
 
-    Most functions of the trainer and of the verbs may raise it; their docstrings do not say so.
+    Its sentences say where, what with the value, and what would be right. Most functions of the trainer and of the
+    verbs may raise it; their docstrings do not say so.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -19,7 +20,7 @@ class UserError(Exception):
 
 @contextmanager
 def value_errors_reported(where: str = "") -> Iterator[None]:
-    """Turn a ValueError of the library into a UserError, whose sentence begins with `where`."""
+    """Turn a ValueError of the library into a UserError that begins with `where`."""
     try:
         yield
     except ValueError as error:
@@ -28,7 +29,7 @@ def value_errors_reported(where: str = "") -> Iterator[None]:
 
 @contextmanager
 def problems_of(where: str) -> Iterator[None]:
-    """Let the sentences of a UserError begin with `where`, the place in the config that they are about."""
+    """Prefix the sentences of a UserError with `where`, a place in the config."""
     try:
         yield
     except UserError as error:
@@ -36,5 +37,5 @@ def problems_of(where: str) -> Iterator[None]:
 
 
 def looked_in(path: Path) -> str:
-    """For a path that does not exist: the folder in which a relative one was looked for, " (looked in '/home/me')"."""
+    """Return the folder of a relative path for a sentence: " (looked in '/home/me')"."""
     return "" if path.is_absolute() else f" (looked in '{os.getcwd()}')"

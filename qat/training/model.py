@@ -1,38 +1,58 @@
-"""The float model that a run starts from, of torchvision, timm or the user, and its weights, loaded strictly."""
+"""Model of a run: the float one with its weights, and the prepared one.
 
+The float model is of torchvision, timm or the user. Early checks show errors before hours of training.
+"""
+
+import copy
 import importlib
 import inspect
 import logging
 import os
 import pickle
 import re
+import sys
 import warnings
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+import qat
 from qat.collectives import rank
+from qat.contexts import evaluating
+from qat.export.checks import check_exportable, sample_for
+from qat.export.litert.exporter import UnwritableWarning
+from qat.inputs import model_device
 from qat.quantizer import Quantizer
+from qat.quantizer.registry import quantizer_class
+from qat.ranges import require_finite
+from qat.recipe import QuantRecipe
+from qat.spec import QuantSpec
 from qat.switches import disable_fake_quant
+from qat.targets import profile_of
 from qat.text import did_you_mean
 from qat.torch_internals import layer_versions, set_layer_versions
-from qat.training.config.imports import reason, users_callable
-from qat.training.config.stages import ModelConfig
-from qat.training.errors import UserError, looked_in
+from qat.training.config.imports import place, reason, users_callable
+from qat.training.config.schema import QuantizationConfig, RunConfig
+from qat.training.config.stages import ModelConfig, SpecConfig
+from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 from qat.training.run.logging import on_terminal
 
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
 logger = logging.getLogger("qat")
-TIMM = "timm/"  # how the names of timm's models begin
+TIMM = "timm/"  # prefix of the names of timm's models
 
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
-    """Build the float model that `config` names, on the CPU; without weights, none is read or downloaded."""
+    """Build the float model on the CPU; without weights, none are downloaded."""
     if config.weights is not None and config.checkpoint is not None:
         both = f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}'"
         raise UserError(f"{both} exclude each other; keep one of them")
@@ -48,7 +68,7 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
     if config.checkpoint is not None and with_weights:
         load_weights(model, config.checkpoint, config.name)
     if any(isinstance(module, Quantizer) for module in model.modules()):
-        disable_fake_quant(model)  # this is the float model: `prepare_model` switches layers of one's own on
+        disable_fake_quant(model)  # the user's own layers: they are float here, and `prepare_model` switches them on
     return model
 
 
@@ -70,16 +90,16 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
                 f"model.weights: {config.weights} of {config.name} could not be loaded ({reason(error)}); put a whole"
                 f" {file.name} into '{file.parent}', or use model.checkpoint"
             ) from error
-    # torchvision loads weights only into a model with their number of classes; the classifier is replaced afterwards.
+    # torchvision loads weights only into a model with their number of classes: its classifier is replaced afterwards.
     built = classes if weights is None else len(weights.meta["categories"])
     try:
         with warnings.catch_warnings():
-            # GoogLeNet and Inception announce a new default of init_weights; users can set it in kwargs.
+            # GoogLeNet and Inception announce a new default of init_weights, which users can set in kwargs.
             warnings.simplefilter("ignore", FutureWarning)
             model: nn.Module = torchvision.models.get_model(
                 config.name, num_classes=built, **_arguments(config, weights, with_weights)
             )
-    except Exception as error:  # only the user's kwargs can be the cause
+    except Exception as error:  # the cause can only be the user's kwargs
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if built != classes:
         name = _replace_classifier(model, classes)
@@ -98,7 +118,7 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     full = name if weights in (None, "DEFAULT") else f"{name}.{weights}"
     try:
         model: nn.Module = timm.create_model(full, pretrained=pretrained, num_classes=classes, **config.kwargs)
-    except Exception as error:  # of the name, the user's kwargs, or the network
+    except Exception as error:  # the name, the user's kwargs, or the network
         raise UserError(f"model: timm cannot build {full} with {config.kwargs} ({reason(error)})") from error
     if pretrained:
         images: Any = model.pretrained_cfg
@@ -107,7 +127,7 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     return model
 
 
-def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[str, Any]:
+def _arguments(config: ModelConfig, weights: "WeightsEnum | None", with_weights: bool) -> dict[str, Any]:
     if weights is None or with_weights:
         return {"weights": weights, **config.kwargs}
     if config.name in ("googlenet", "inception_v3"):
@@ -118,7 +138,7 @@ def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[st
     return config.kwargs
 
 
-def _weights(name: str, wanted: str) -> Any:
+def _weights(name: str, wanted: str) -> "WeightsEnum":
     import torchvision
 
     known = torchvision.models.get_model_weights(name)
@@ -131,10 +151,9 @@ def _weights(name: str, wanted: str) -> Any:
 
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:
-    layers: dict[str, Any] = {
-        name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)
-    }
-    name, old = list(layers.items())[-1]
+    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    name: str
+    name, old = layers[-1]  # models of torchvision end with their classifier
     bias = old.bias is not None
     if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
         new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
@@ -170,16 +189,15 @@ def _users_model(config: ModelConfig, classes: int) -> nn.Module:
 
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
-
 FORMATS = ".safetensors, or a dict of tensors written by torch.save"
 
 
 def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model.checkpoint") -> None:
-    """Load the weights in `path` into `model`; errors call the model `model_name` and the file `key`.
+    """Load the weights in `path` strictly.
 
     The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
     `model`. Prefixes of DataParallel, torch.compile and Lightning (`model.`) are dropped; step counters of batch norms
-    may be missing.
+    may be missing. Errors name the model `model_name` and the file `key`.
     """
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
@@ -193,21 +211,21 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
 
 
 def load_float_weights(model: nn.Module, path: Path, model_name: str) -> None:
-    """Load the run's own float weights, which lie on rank 0's disk, on all ranks."""
+    """Load the run's float weights from rank 0's disk, and share them with all ranks."""
     if rank() == 0:
         load_weights(model, str(path), model_name, "float weights")
     share_state(model)
 
 
 def _read(file: Path, where: str) -> State:
-    content: Any
+    content: object
     try:
         content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
         what, held = reason(error), re.search(r"GLOBAL ([\w.]+)", str(error))
         if held:
             what = f"it holds a {held[1]}, which only its code could read: save state_dict()"
-        elif isinstance(error, pickle.UnpicklingError):  # a page of advice, with colours
+        elif isinstance(error, pickle.UnpicklingError):  # its message is a page of advice, with colours
             what = "torch.save did not write it"
         raise UserError(f"{where} cannot be read ({what}); it must be {FORMATS}") from error
     if isinstance(content, dict):
@@ -222,13 +240,13 @@ def _read(file: Path, where: str) -> State:
     return state
 
 
-def _is_plain(value: Any) -> bool:  # dense, unquantized, with data
+def _is_plain(value: object) -> bool:  # dense, unquantized, with data
     return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_meta)
 
 
 def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> None:
-    # Integers and 8-bit floats need scales, and copying would change them silently. Floats may differ in width; values
-    # that are not finite are accepted only where the model has such too (masks).
+    # Integers and 8-bit floats need scales: copying would change them silently. Floats may differ in width. Values that
+    # are not finite are accepted only where the model has such too (masks).
     for key, value in state.items():
         mine = own.get(key, value)
         kinds = {(each.is_floating_point(), each.is_complex(), each.dtype is torch.bool) for each in (value, mine)}
@@ -239,11 +257,126 @@ def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> Non
 
 
 def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
-    for prefix in ("model.", "module.", "_orig_mod.", "module."):  # they may be nested either way
+    for prefix in ("model.", "module.", "_orig_mod.", "module."):  # module. may be inside or outside of _orig_mod.
         if not any(key.startswith(prefix) for key in own):
             consume_prefix_in_state_dict_if_present(state, prefix)
-    if layer_versions(state) is None:
+    if layer_versions(state) is None:  # else layers would convert the weights from their oldest version
         set_layer_versions(state, layer_versions(own) or {})
     for key in own:
         if key.endswith("num_batches_tracked"):
             state.setdefault(key, own[key])
+
+
+def build_recipe(config: QuantizationConfig) -> QuantRecipe:
+    """Build the recipe; fields that the config leaves out keep the target's choice."""
+    with value_errors_reported("quantization.target: "):
+        profile = profile_of(config.target)
+    with value_errors_reported("quantization: "):
+        return QuantRecipe(
+            weight=_spec("weight", profile.weight, config.weight),
+            activation=_spec("activation", profile.activation, config.activation),
+            overrides={key: override.model_dump(exclude_none=True) for key, override in config.overrides.items()},
+            target=config.target,
+            first_bits=config.first_bits,
+            last_bits=config.last_bits,
+            residual_bits=config.residual_bits,
+        )
+
+
+def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
+    try:
+        recipe = build_recipe(config.quantization)
+        for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
+            with value_errors_reported(f"quantization.{tensor}.rule: "):
+                quantizer_class(spec.rule)
+        example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnwritableWarning)  # else hours of training would end without a file
+            prepared = qat.prepare(model, recipe, example)
+        qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
+    except Exception as error:  # a user's model may have code that fx and the placement do not support
+        said = f"model.name: {config.model.name} cannot be prepared ({reason(error)})"
+        if isinstance(error, UserError | ValueError | UnwritableWarning):
+            said = str(error) if isinstance(error, UserError) else f"{config.model.name}: {error}"
+        if absent := [name for name in config.imports if name not in sys.modules]:
+            said += (
+                f"; the run imported {', '.join(absent)}: import that first (python -m qat VERB RUN --import"
+                f" {' --import '.join(absent)}), for no code is imported because a file names it"
+            )
+        raise UserError(said) from error
+    return prepared
+
+
+def rehearse(prepared: nn.Module, exports: bool) -> None:
+    """Try each quantizer and what the export needs, so that errors show early."""
+    copied = copy.deepcopy(prepared).float().cpu()
+    quantizers = {name: each for name, each in copied.named_modules() if isinstance(each, qat.Quantizer)}
+    for name, quantizer in quantizers.items():
+        quantizer.mark_calibrated()  # no range is needed to try it
+        try:
+            with torch.enable_grad():
+                y = quantizer.train()(sample_for(copied, name, quantizer).requires_grad_())
+                y.sum().backward()
+            require_finite(y)
+        except Exception as error:  # user code may raise anything
+            details = f"{reason(error)}{place(error)}"
+            raise UserError(f"quantization: {name}: the rule {quantizer.spec.rule!r} failed ({details})") from error
+    if exports:
+        try:
+            check_exportable(copied)
+            for name, quantizer in quantizers.items():
+                low, high = quantizer.bounds()
+                if quantizer.role == "weight" and max(high, -low) > 127:  # int8, negated where gamma < 0
+                    narrow = "signed=true and narrow_range=true, " if high - low < 256 and high != -low else ""
+                    what = f"{low} to {high}, negated where gamma < 0, do not fit int8"
+                    raise ValueError(f"{name!r}: integers {what}; use {narrow}fewer bits")
+        except ValueError as error:
+            sentence = str(error).removeprefix("export_onnx: ")
+            raise UserError(f"quantization: {sentence}; or set export.onnx=false") from error
+
+
+def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
+    """Run two black images through the float model, so that errors show early."""
+    device = model_device(model)
+    try:
+        with evaluating(model), torch.no_grad():
+            output = model(torch.zeros(2, *image_shape, device=device))
+    except Exception as error:  # user code, or an operation for which the image is too small
+        raise UserError(
+            f"model: {config.model.name} does not run on 2 images of {image_shape} ({reason(error)});"
+            " another data.image_size?"
+        ) from error
+    if config.export.onnx and not isinstance(output, torch.Tensor):
+        raise UserError(
+            f"model: {config.model.name} returns {type(output).__name__}, and ONNX export needs a tensor of logits;"
+            " return that, or set export.onnx=false"
+        )
+    logits, _ = split_output(output, 2)
+    if logits.shape[1] < classes:
+        raise UserError(f"model: {config.model.name} has {logits.shape[1]} outputs, the data set {classes} classes")
+
+
+def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
+    with value_errors_reported(f"quantization.{tensor}: "):
+        return QuantSpec(**config.model_dump(exclude_none=True)).resolved(default)
+
+
+def split_output(output: object, batch_size: int) -> tuple[Tensor, list[Tensor]]:
+    """Split a classifier's output into its logits and those of auxiliary classifiers.
+
+    The output is a tensor, a dict with the key logits or out, or a tuple or list, whose `.logits` or first entry is
+    used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
+    """
+    logits = output
+    others: list[object] = []
+    if isinstance(output, Mapping):
+        logits, others = output.get("logits", output.get("out")), list(output.values())
+    elif isinstance(output, tuple | list) and output:
+        logits, others = getattr(output, "logits", output[0]), list(output)
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != batch_size:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+        raise UserError(f"model: it must return logits of shape ({batch_size}, classes), but returned {got}")
+    auxiliary = [
+        other for other in others if isinstance(other, Tensor) and other is not logits and other.shape == logits.shape
+    ]
+    return logits, auxiliary

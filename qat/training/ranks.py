@@ -1,4 +1,4 @@
-"""Where a run computes: its device, and the process group if `torchrun` started it; without, nothing here acts."""
+"""Device of a run, and its process group if `torchrun` started it."""
 
 import os
 import random
@@ -19,9 +19,10 @@ from qat.training.errors import UserError, value_errors_reported
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
+    """Return the device that the config names.
 
-    Under torchrun, `auto` and `cuda` are the device with the rank's local number; one number is not for many ranks.
+    It is `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`. Under torchrun,
+    `auto` and `cuda` are the device with the rank's local number; `cuda:N` is refused for many ranks.
     """
     with value_errors_reported():
         processor.asked_for()
@@ -44,19 +45,16 @@ def pick_device(name: str) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on every device, and the global generators of Python and NumPy, which users' code may draw from."""
     torch.manual_seed(seed)
-    random.seed(seed)
+    random.seed(seed)  # users' code may draw from this and NumPy's
     np.random.seed(seed % 2**32)
 
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for the others in a collective. One that ends is noticed at once, by its connection."""
-
-RUN_DIR, FAILED = "qat/run_dir", "qat/failed"  # keys of what ranks leave in the store of torchrun's agent
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the variable in which torchrun says how often it has started the ranks anew
+PATIENCE = timedelta(minutes=30)  # of a rank in a collective; one that ends is noticed at once, by its connection
+RUN_DIR, FAILED = "qat/run_dir", "qat/failed"  # keys in the store of torchrun's agent
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun: how often it has started the ranks anew
 
 
 def is_launched() -> bool:
@@ -69,16 +67,16 @@ def ranks_here() -> int:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Join the ranks that torchrun started, and leave them at the end; an error ends the process, and so the group."""
+    """Join the ranks that torchrun started, and leave them at the end."""
     if not is_launched():
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # With CUDA, Python objects and flags still go through Gloo: the device need not be waited for.
+    # With CUDA, Python objects and flags still go through Gloo, without waiting for the device.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     shared, number, count = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))  # type: ignore[attr-defined]
-    # The store still has the addresses of ranks that were started before these; Gloo would wait for them for ever.
+    # The store still has the addresses of ranks from before a restart; Gloo would wait for them for ever.
     store = dist.PrefixStore(f"qat/{os.environ[RESTARTS]}", shared)  # type: ignore[attr-defined]
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=number, world_size=count)
     yield
@@ -86,15 +84,14 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave the group: this rank goes on alone, or ends."""
     if dist.is_available() and dist.is_initialized():
-        dist.barrier()  # none of the others still needs an answer
+        dist.barrier()  # others may still need an answer
         dist.destroy_process_group()
 
 
 @contextmanager
 def first_rank_first() -> Iterator[None]:
-    """The block runs on a machine's first rank, then on its others, which find what it has downloaded."""
+    """Run the block on a machine's first rank, then on others, which find downloads."""
     waits = rank_count() > 1 and os.environ["LOCAL_RANK"] != "0"
     if waits:
         dist.barrier()
@@ -104,41 +101,42 @@ def first_rank_first() -> Iterator[None]:
 
 
 def from_first(mine: T | None) -> T:
-    """What rank 0 gives, on all ranks; the others' values are ignored."""
-    given: list[Any] = [mine]
+    """Return rank 0's value on all ranks; the others' values are ignored."""
+    given: list[T | None] = [mine]
     if rank_count() > 1:
         dist.broadcast_object_list(given, src=0)
-    return cast(T, mine if rank() == 0 else given[0])  # rank 0's own object: a lock is good where it was taken only
+    return cast(T, mine if rank() == 0 else given[0])  # rank 0 keeps its own object: a copy of a lock holds nothing
 
 
 @torch.no_grad()
 def share_state(model: nn.Module) -> None:
-    """Give the model of every rank the parameters and buffers that rank 0's has."""
+    """Copy the parameters and buffers of rank 0's model to every rank."""
     if rank_count() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             dense = tensor.contiguous()
             dist.broadcast(dense, 0)
-            if dense is not tensor:  # channels_last
+            if dense is not tensor:  # a copy, since the tensor is channels_last
                 tensor.copy_(dense)
 
 
 def remembered_folder() -> str | None:
-    """The run folder of this run's ranks before torchrun started them anew; None if they had none yet."""
+    """Return the run folder that the ranks had before torchrun restarted them."""
     store = _agent_store() if is_launched() and int(os.environ[RESTARTS]) else None
     return store.get(RUN_DIR).decode() if store and store.check([RUN_DIR]) else None
 
 
 def remember_folder(path: str) -> None:
-    """Tell it to the ranks that torchrun may start after these."""
+    """Keep the run folder for the ranks that torchrun may start after these."""
     if is_launched() and rank() == 0:
         _agent_store().set(RUN_DIR, path)
 
 
 def is_first_to_fail() -> bool:
-    """Whether no other rank has reported an error; what follows on the others is not worth a sentence."""
+    """Return True if no other rank has reported an error."""
     if not is_launched():
         return True
     try:
+        # Ranks count in the store: others fail because of the first, which alone is worth a sentence.
         return bool(_agent_store().add(f"{FAILED}/{os.environ[RESTARTS]}", 1) == 1)
     except dist.DistError:  # the agent that keeps the store has ended
         return os.environ["RANK"] == "0"

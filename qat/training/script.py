@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,27 +23,24 @@ from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
 from qat.training.loop.aids import Aids, check_distillation
 from qat.training.loop.forward import autocast, check_graphs
-from qat.training.loop.preparation import build_recipe, check_forward, prepare_model, rehearse
 from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
-from qat.training.model import build_model, load_float_weights
+from qat.training.model import build_model, build_recipe, check_forward, load_float_weights, prepare_model, rehearse
 from qat.training.report.page import finish
 from qat.training.run import folder as files
 from qat.training.run.checkpoint import about_model, check_same_data, load_checkpoint
-from qat.training.run.dry_run import dry_run
 from qat.training.run.exit_status import exit_status
-from qat.training.run.folder import RunFolder, read_summary
+from qat.training.run.folder import Json, RunFolder, State, read_summary
 from qat.training.run.logging import CURVES, RunLog
 from qat.training.run.report import report_lines, write_summary
-from qat.training.run.stages import Stages
+from qat.training.run.stages import Stages, dry_run
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
-OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")  # how `key.path=value` begins
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-"""Where a bare name of a config is looked for too: a link to the repository's configs/, whose files a wheel holds."""
+OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")  # the start of `key.path=value`
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # shipped: a link in the repository, files in a wheel
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run; return 0 if all went well, 1 if the proof failed, else see `exit_status`."""
+    """Read the command line and run; return 1 if the proof failed, see `exit_status`."""
     parser = argparse.ArgumentParser(description=WHAT, epilog="example: python train.py resnet_int8.yaml qat.epochs=2")
     add_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
@@ -72,12 +68,11 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 
 def run(config: RunConfig, dry: bool = False) -> int:
-    """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
     device = ranks.pick_device(config.device)
     with ranks.process_group(device):
         if rank():
             logging.getLogger("qat").setLevel(logging.ERROR)  # rank 0 says the rest for all
-        if folder := ranks.remembered_folder():
+        if folder := ranks.remembered_folder():  # torchrun has restarted the ranks: they go on where they were
             config = config.model_copy(update={"run_dir": folder, "resume": "auto"})
         return _run(config, device, dry)
 
@@ -88,8 +83,9 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     check_graphs(device, config.cuda_graphs)
     ranks.seed_everything(config.seed)
     import_extensions(config.imports)
-    build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
-    anew = ranks.from_first(not files.goes_on(config))  # else the weights come from the run's folder, which rank 0 sees
+    build_recipe(config.quantization)  # refuses a wrong recipe before data are read or downloaded
+    # A run that goes on needs no pretrained weights: they are in its folder. Only rank 0 sees that.
+    anew = ranks.from_first(not files.goes_on(config))
     with ranks.first_rank_first():
         data = load_data(config.data, config.seed, device, config.channels_last)
         model = build_model(config.model, len(data.classes), with_weights=anew)
@@ -110,13 +106,13 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
 
 
 def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
-    """Prepare the model for each stage on grids; show what is wrong with it or the aids before hours of training."""
-    shape, classes = data.image_shape, len(data.classes)
-    check_forward(model, config, shape, classes)
+    """Prepare the model for each stage; show what is wrong before hours of training."""
+    shape = data.image_shape
+    check_forward(model, config, shape, len(data.classes))
     prepared = {"qat": prepare_model(model, config, shape)}
     rehearse(prepared["qat"], config.export.onnx)
-    check_distillation(config, model, prepared["qat"], shape, classes, with_weights=anew)
-    Aids(prepared["qat"], config.qat)  # there is something to watch, and to quantize by degrees
+    check_distillation(config, model, prepared["qat"], data, anew)
+    Aids(prepared["qat"], config.qat)  # refuses aids that find nothing to act on
     for name, stage in progressive_stages(config.qat).items():
         with problems_of(key_of(name)):
             prepared[name] = prepare_model(model, on_grids_of(config, stage), shape)
@@ -133,21 +129,21 @@ def run_stages(
     folder: RunFolder,
     started: float,
 ) -> int:
-    """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
+    """Run the stages that the folder does not contain yet, up to the proof."""
     resumed = ranks.from_first(_read_checkpoint(folder, config) if rank() == 0 else None)
-    results: dict[str, Any] = resumed["results"] if resumed else {}
+    results: Json = resumed["results"] if resumed else {}
     changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
     results["data"] = data.contents
     about = about_model(config, data.classes, data.preprocessing)
     before = read_summary(folder.path) or {}
     if rank() == 0:
-        # A folder without the first is not finished.
+        # Without summary.json, the folder counts as unfinished.
         for name in (files.SUMMARY, files.ANALYSIS, files.EVALUATION, files.LATENCY):
             (folder.path / name).unlink(missing_ok=True)
 
     with RunLog(folder.path) as log:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path / CURVES))}"
-        # First: with it a start that ended here is repeated.
+        # Written first: a start that ends from here on can be repeated.
         files.write_text(folder.path / files.RESOLVED_CONFIG, dump_config(config))
         log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
         if rank_count() > 1:
@@ -187,7 +183,7 @@ def _verdict(folder: Path, problem: str) -> int:
     return int(bool(problem))
 
 
-def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | None:
+def _read_checkpoint(folder: RunFolder, config: RunConfig) -> State | None:
     if folder.checkpoint is None:
         return None
     payload = load_checkpoint(folder.checkpoint)

@@ -14,7 +14,7 @@ import qat
 from qat.cli.sensitivity import suggested
 from qat.training.config.schema import RunConfig
 from qat.training.report import figures
-from qat.training.report.run import ReportedRun
+from qat.training.report.findings import ReportedRun
 from tests.cli.conftest import Verb
 from tests.references.prepared_case import Plain
 from tests.runs.finished_runs import PLAIN, SIZES, in_place, write_own

@@ -9,7 +9,7 @@ from torch import nn
 from qat import QuantLinear
 from qat.spec import QuantSpec
 from qat.training.config.stages import GradualConfig, OscillationConfig, QATStageConfig, StageConfig
-from qat.training.loop.advice import without_effect
+from qat.training.loop.stage import without_effect
 from tests.runs.tiny_training import stage_run, tiny_model
 
 SLOW = "its averages are 90 % what the stage starts from; try 0.5"

@@ -10,9 +10,8 @@ import pytest
 
 from qat.training.report import figures, page
 from qat.training.report.figures import FIGURES
-from qat.training.report.findings import findings
+from qat.training.report.findings import ReportedRun, findings
 from qat.training.report.page import NO_MATPLOTLIB, write_report
-from qat.training.report.run import ReportedRun
 from qat.training.run.logging import RunLog
 
 NAMES = ("conv1_quantizer", "conv1.weight_quantizer", "fc.weight_quantizer")

@@ -23,7 +23,7 @@ from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.engine import train_stage
 from qat.training.loop.stage import StageRun
-from qat.training.report.run import ReportedRun
+from qat.training.report.findings import ReportedRun
 from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
 from qat.training.run.logging import RunLog
 

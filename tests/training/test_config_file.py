@@ -11,7 +11,7 @@ from qat.recipe import QuantRecipe
 from qat.targets import PROFILES
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import RunConfig
-from qat.training.loop.preparation import build_recipe
+from qat.training.model import build_recipe
 from qat.training.script import CONFIGS
 from tests.runs.tiny_training import user_error
 

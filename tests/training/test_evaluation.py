@@ -13,8 +13,7 @@ from torch import nn
 from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop import evaluation
-from qat.training.loop.advice import warnings_about
-from qat.training.loop.evaluation import EPOCH_OFFSET, Evaluation, evaluate, settle_statistics
+from qat.training.loop.evaluation import EPOCH_OFFSET, Evaluation, evaluate, settle_statistics, warnings_about
 from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
 

@@ -1,1 +1,1 @@
-"""A run's YAML file: its schema, how it is read, and plain sentences for its errors."""
+"""YAML file of a run: its schema, its reader, and plain sentences for errors."""

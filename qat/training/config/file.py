@@ -1,4 +1,4 @@
-"""Reading a config file and `key.path=value` overrides into a checked `RunConfig`, and writing one.
+"""Read a config file and `key.path=value` overrides into a `RunConfig`; write one.
 
 The YAML is PyYAML's safe subset without the traps of YAML 1.1: `1e-3` is a number, only `true` and `false` are booleans
 (`off` and `no` are text), `010` and `1:30` are text, and a duplicate key is an error.
@@ -20,15 +20,15 @@ from qat.training.config.schema import OverrideConfig, RunConfig
 from qat.training.config.stages import Section
 from qat.training.errors import UserError, problems_of
 
+# The first line of a written config.
 NULLS = "null leaves a choice to the target, the data set or the model; layers.txt shows every layer's grid"
-"""The first line of a written config."""
 
 
 def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | None = None) -> RunConfig:
-    """Read a config file, apply the overrides and check the result; paths stay relative to the current folder.
+    """Read a config file, apply the overrides and check the result.
 
     A bare name is also looked up in `config_folder`. An override is `key.path=value`, with the value in YAML. Later
-    ones win, and a section given as a whole replaces the file's.
+    ones win, and a section given as a whole replaces the file's. Paths stay relative to the current folder.
     """
     file = _find(path, config_folder)
     with problems_of(str(file)):
@@ -47,7 +47,7 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
 
 
 def dump_config(config: RunConfig) -> str:
-    """Write the config with all defaults filled in, as YAML that `load_config` reads back to an equal config."""
+    """Return the config with all defaults as YAML; `load_config` reads an equal one."""
     text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return f"# {NULLS}\n{text}"
 
@@ -56,7 +56,7 @@ def _find(path: str, config_folder: Path | None) -> Path:
     given, suffixes = Path(path), (".yaml", ".yml")
     folders = [given.parent, *([config_folder] if config_folder is not None and given.name == path else [])]
     for file in (folder / (given.name + suffix) for folder in folders for suffix in ("", *suffixes)):
-        if os.path.exists(file) and not os.path.isdir(file):  # os.path: False, no error, without permission
+        if os.path.exists(file) and not os.path.isdir(file):  # without permission, Path.exists would raise
             return file
     existing = {}
     for folder in filter(None, (config_folder, given.parent)):
@@ -72,7 +72,7 @@ def _find(path: str, config_folder: Path | None) -> Path:
 def _read(file: Path) -> str:
     try:
         with open(file, encoding="utf-8-sig") as opened:
-            return opened.read(LARGEST + 1)  # not all of it: the file may be /dev/zero, or a checkpoint
+            return opened.read(LARGEST + 1)  # the file may be /dev/zero, or a checkpoint
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -99,15 +99,16 @@ def _apply(tree: dict[str, Any], typed: str) -> None:
 
 TENSORS = ("weight", "activation")
 
-SGD_RATE, ADAMW_RATE = 0.01, 5e-4
-"""AdamW's at 4 bits: twice that for every bit less, since weights have further to go from one level to the next."""
+SGD_RATE = 0.01
+ADAMW_RATE = 5e-4  # at 4 bits; doubled for every bit less, since the levels of weights are further apart
 
 
-def with_choices_by_bits(tree: Any) -> Any:
-    """A copy of a config's mapping in which `qat` and `qat.progressive` say optimizer and lr: AdamW up to `FEW` bits.
+def with_choices_by_bits(tree: object) -> Any:
+    """Return a config's mapping with optimizer and lr of `qat` chosen by bits.
 
-    Each key is chosen on its own: whoever sets lr keeps the optimizer of the bits. The schema refuses what is not a
-    mapping. Measured on 5,000 held-out training images of CIFAR-10 (docs/measurements.md).
+    AdamW up to `FEW` bits, else SGD; `qat.progressive` gets rates too. Each key is chosen on its own: whoever sets lr
+    keeps the optimizer of the bits. The schema refuses what is not a mapping. Measured on 5,000 held-out training
+    images of CIFAR-10 (docs/measurements.md).
 
     >>> with_choices_by_bits({"quantization": {"weight": {"bits": 2}, "activation": {"bits": 4}}})["qat"]
     {'optimizer': 'adamw', 'lr': 0.002}
@@ -116,8 +117,7 @@ def with_choices_by_bits(tree: Any) -> Any:
     >>> with_choices_by_bits({})["qat"]
     {'optimizer': 'sgd', 'lr': 0.01}
     """
-    stage = tree.get("qat", {}) if isinstance(tree, dict) else None
-    if not isinstance(stage, dict):
+    if not isinstance(tree, dict) or not isinstance(stage := tree.get("qat", {}), dict):
         return tree
     bits = _bits(tree.get("quantization"), dict.fromkeys(TENSORS, 8))
     fewest = min(bits.values())
@@ -127,15 +127,15 @@ def with_choices_by_bits(tree: Any) -> Any:
     if "lr" not in tree.get("qat", {}) and isinstance(earlier, list | tuple):
         stage["progressive"] = list(earlier)
         for number, each in enumerate(earlier):
-            if isinstance(each, dict) and each:  # an empty one is refused
+            if isinstance(each, dict) and each:  # the schema refuses an empty one
                 common = _whole(each.get("bits"))
                 own = _bits(each, bits if common is None else dict.fromkeys(TENSORS, common))
                 stage["progressive"][number] = {"lr": rate(optimizer, min(own.values())), **each}
     return {**tree, "qat": stage}
 
 
-def rate(optimizer: Any, bits: int) -> float:
-    """The peak learning rate for weights on so many bits, 1 to 16.
+def rate(optimizer: object, bits: int) -> float:
+    """Return the peak learning rate for weights on so many bits, 1 to 16.
 
     >>> [rate("adamw", bits) for bits in (1, 2, 3, 4, 8, 16)]
     [0.002, 0.002, 0.001, 0.0005, 3.125e-05, 3.125e-05]
@@ -143,23 +143,26 @@ def rate(optimizer: Any, bits: int) -> float:
     return ADAMW_RATE * 2.0 ** (FEW - min(max(bits, 2), 8)) if optimizer == "adamw" else SGD_RATE
 
 
-def _bits(grids: Any, default: dict[str, int]) -> dict[str, int]:
+def _bits(grids: object, default: dict[str, int]) -> dict[str, int]:
     specs = {tensor: _section(_section(grids).get(tensor)) for tensor in TENSORS}
     given = {tensor: _whole(spec.get("bits")) for tensor, spec in specs.items()}
     return {tensor: default[tensor] if bits is None else bits for tensor, bits in given.items()}
 
 
 # The config is not yet checked: a section or a number may be anything.
-def _section(value: Any) -> dict[str, Any]:
+def _section(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def sentences_of(error: ValidationError, source: str, overrides: Sequence[str]) -> list[str]:
-    """pydantic's errors as a line each: the file, or the override that set the value, the key, and what is wrong."""
+    """Return pydantic's errors as a sentence each.
+
+    It names the file or the override that set the value, the key, and what is wrong.
+    """
     lines = []
     for problem in error.errors(include_url=False):
         location, message, value = problem["loc"], problem["msg"], problem["input"]
@@ -184,7 +187,7 @@ def sentences_of(error: ValidationError, source: str, overrides: Sequence[str]) 
 
 
 def keys_at(location: Sequence[str | int]) -> list[str]:
-    """The keys of the section at a location of the config; none where the user chooses them."""
+    """Return the keys of the section at a location; none where the user chooses them."""
     section: type[Section] | None = RunConfig
     for step in location:
         if section is not None and step in section.model_fields:  # else an element, or a name that the user chooses
@@ -193,17 +196,17 @@ def keys_at(location: Sequence[str | int]) -> list[str]:
 
 
 def dotted(location: Sequence[str | int]) -> str:
-    """A location as the user writes it: `qat.lr`, `data.mean[1]`."""
+    """Return a location as the user writes it: `qat.lr`, `data.mean[1]`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
 
 
-def as_text(value: Any) -> str:
-    """A value as YAML on one line, of at most 80 characters."""
+def as_text(value: object) -> str:
+    """Return a value as YAML on one line, of at most 80 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def _section_in(annotation: object) -> type[Section] | None:
     inner = get_args(annotation)
     if inner:
         return next(filter(None, map(_section_in, inner)), None)
@@ -211,7 +214,7 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections by their keys as a user writes them; what is empty has none.
+    """Return the values of nested sections by their full keys, as a user writes them.
 
     >>> flat({"qat": {"lr": 0.1, "progressive": [{"bits": 8}]}, "seed": 3})
     {'qat.lr': 0.1, 'qat.progressive[0].bits': 8, 'seed': 3}
@@ -225,25 +228,25 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-LARGEST = 1_000_000  # characters of a config; aliases count written out, as a few lines of them can fill all memory
+LARGEST = 1_000_000  # characters of a config with its aliases written out: a few lines of them can fill all memory
 _PREFIX = "tag:yaml.org,2002:"
 _FLOAT = re.compile(
     r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
     r"|\.(?:nan|NaN|NAN)$"
 )
-# What a plain word is, by its pattern and its possible first characters; everything else is text. Python refuses
+# Kinds of plain words, by their pattern and possible first characters; everything else is text. Python refuses
 # decimal integers of more than 4300 digits, so long ones stay text.
-_KINDS = (
-    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
-    ("int", re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,999})$"), list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
-    ("null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
-    ("merge", re.compile(r"<<$"), ["<"]),
-)
+_KINDS = {
+    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,999})$"), list("-+0123456789")),
+    "float": (_FLOAT, list("-+.0123456789")),
+    "null": (re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "merge": (re.compile(r"<<$"), ["<"]),
+}
 
 
 def parse_yaml(text: str) -> Any:
-    """Read one YAML document; None if it is empty. A UserError has a sentence for each problem."""
+    """Read one YAML document; UserError has a sentence for each problem."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -308,7 +311,7 @@ class _Dumper(yaml.SafeDumper):  # it also quotes text which only `_Loader` read
     pass
 
 
-for _tag, _pattern, _first in _KINDS:
-    _Loader.add_implicit_resolver(_PREFIX + _tag, _pattern, _first)
+for _kind, (_pattern, _first) in _KINDS.items():
+    _Loader.add_implicit_resolver(_PREFIX + _kind, _pattern, _first)
 _Loader.add_constructor(_PREFIX + "int", lambda _, node: int(node.value.replace("_", "")))
-_Dumper.add_implicit_resolver(_PREFIX + "float", *_KINDS[2][1:])
+_Dumper.add_implicit_resolver(_PREFIX + "float", *_KINDS["float"])

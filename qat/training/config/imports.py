@@ -1,4 +1,4 @@
-"""Code of the user's own: modules listed under `imports`, and callables named as `package.module:callable`."""
+"""Users' code: modules under `imports`, and callables `package.module:callable`."""
 
 import importlib
 import os
@@ -14,8 +14,7 @@ from typing import Any
 from qat.text import did_you_mean
 from qat.training.errors import UserError
 
-OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
-"""The folder of the training script's parts, whose frames `place` skips."""
+OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep  # qat/training, whose frames `place` skips
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def current_folder_importable() -> Iterator[None]:
 
 
 def import_extensions(modules: Sequence[str], key: str = "imports[{}]") -> None:
-    """Import the modules that a user names under a key; they register rules and targets of the user's own."""
+    """Import the modules that a user names under a key, to register rules and targets."""
     with current_folder_importable():
         for number, name in enumerate(modules):
             _import_module(name, key.format(number))
@@ -39,7 +38,10 @@ def import_extensions(modules: Sequence[str], key: str = "imports[{}]") -> None:
 
 @contextmanager
 def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
-    """Yield what `package.module:callable` names; errors of calls in the context become a sentence about the key."""
+    """Yield the callable named by `package.module:callable`.
+
+    Errors of the context, where it is called, become a sentence about the key.
+    """
     with current_folder_importable():
         module_name, _, attribute = name.partition(":")
         if not module_name or not attribute:
@@ -61,13 +63,12 @@ def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
 
 
 def reason(error: Exception) -> str:
-    """Describe an exception in part of one line."""
     message = textwrap.shorten(str(error), 200, placeholder=" ...")
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def place(error: Exception) -> str:
-    """Return ", file:line" of the innermost frame outside of this package; "" if there is none."""
+    """Return ", file:line" of the innermost frame outside of qat.training, or ""."""
     if isinstance(error, SyntaxError):
         return f", {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -80,7 +81,7 @@ def _import_module(name: str, key: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:  # user code may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{name}.".startswith(f"{absent}."):
+        if absent and f"{name}.".startswith(f"{absent}."):  # not a module that it imports
             where = f"neither in the current folder '{os.getcwd()}' nor on PYTHONPATH nor installed"
             raise UserError(f"{key}: no module '{absent}', {where}") from error
         raise UserError(f"{key}: importing '{name}' failed ({reason(error)}{place(error)})") from error

@@ -1,11 +1,11 @@
-"""The schema of a run's YAML file: every field with its type, its default and what it does.
+"""Schema of a run's YAML file: every field with its type, default and meaning.
 
 Each section of the file is a class. `qat.training.config.file` reads a file into `RunConfig`; this module only defines
 what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_serializer, model_validator
 
@@ -26,8 +26,7 @@ from qat.training.config.stages import (
 )
 
 DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
-WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}
-"""Data sets that need no `data.root`, and why."""
+WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}  # these need no `data.root`, and why
 
 
 def _dataset_name(name: str) -> str:
@@ -42,7 +41,7 @@ def _dataset_name(name: str) -> str:
 DatasetName = Annotated[str, AfterValidator(_dataset_name)]
 
 
-def _interval(value: Any) -> Any:
+def _interval(value: object) -> object:
     is_steps = isinstance(value, int) and not isinstance(value, bool) and value > 0
     if not is_steps and not (isinstance(value, str) and re.fullmatch(r"[1-9]\d* ?min", value)):
         raise ValueError(f"expected a number of steps (500) or of minutes (10min), got {value!r}")
@@ -52,7 +51,7 @@ def _interval(value: Any) -> Any:
 Interval = Annotated[int | str, BeforeValidator(_interval)]
 
 
-def _for_channels(value: Any) -> Any:
+def _for_channels(value: object) -> object:
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise ValueError(f"expected three numbers, one for each channel, such as [0.5, 0.5, 0.5], got {value!r}")
     return tuple(value)
@@ -62,8 +61,11 @@ ForChannels = BeforeValidator(_for_channels)
 
 
 class AugmentConfig(Section):
-    """Training-time augmentation, in the order in which it is applied: torchvision.transforms.v2. For sets in memory,
-    what does not interpolate (crop_padding, horizontal_flip, random_erasing, cutout) is done on whole batches."""
+    """Training-time augmentation in the order of its keys (torchvision.transforms.v2).
+
+    For sets in memory, what does not interpolate (crop_padding, horizontal_flip, random_erasing, cutout) is done on
+    whole batches.
+    """
 
     random_resized_crop: bool = False
     """Crop a random area (8 to 100 %) and resize it to `data.image_size`; validation resizes and crops the centre."""
@@ -124,8 +126,8 @@ class OverrideConfig(Section):
     """Leave the layer in float; false undoes the skip of an earlier key."""
 
     @model_serializer
-    def _as_given(self) -> dict[str, Any]:
-        """Without what it leaves to the grids: a line for each null of each layer would hide what it says."""
+    def _as_given(self) -> dict[str, object]:
+        # A line for each null of each layer would hide what is given.
         specs = {name: getattr(self, name).model_dump(exclude_none=True) for name in ("weight", "activation")}
         return {key: each for key, each in {**specs, "skip": self.skip}.items() if each not in ({}, None)}
 
@@ -156,7 +158,7 @@ class QuantizationConfig(Section):
 
 
 class ExportConfig(Section):
-    """What is written and checked at the end."""
+    """Files that are written and checked at the end of a run."""
 
     onnx: bool = True
     """Write model.onnx, run it in ONNX Runtime over the whole validation split, and compare."""

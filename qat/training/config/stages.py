@@ -1,4 +1,4 @@
-"""The sections of a config that say what is trained and how: the model, the stages, and their grids; `Section`."""
+"""Config sections of the model, of the training stages, and of grids."""
 
 from dataclasses import fields
 from typing import Annotated, Any, Literal
@@ -23,12 +23,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
+# Both parameters of a Beta distribution. At 1000 its samples are 0.5 to two digits; far above, its computation fails.
 Alpha = Annotated[float, Field(ge=0, le=1000)]
-"""Both parameters of a Beta distribution; from 1000 on its samples are 0.5 to two digits, far above it numbers fail."""
 
 
 class ModelConfig(Section):
-    """Which float model is quantized, and where its weights come from."""
+    """The float model to quantize, and its weights."""
 
     name: str = "resnet18"
     """A torchvision classification builder (`resnet18`), a model of timm (`timm/mobilenetv4_conv_small`), or
@@ -44,7 +44,7 @@ class ModelConfig(Section):
 
 
 class StageConfig(Section):
-    """How a model is trained: used for the float baseline and, with its own values, for QAT."""
+    """Training of the float baseline and, with its own values, of QAT."""
 
     epochs: CountOrZero = 1
     """Passes over the training data; 0 skips the stage."""
@@ -82,7 +82,7 @@ class StageConfig(Section):
 
 
 class DistillationConfig(Section):
-    """The quantized model also learns what a float model answers: `qat.finetuning.Distillation`."""
+    """Learning from a float model's answers too: `qat.finetuning.Distillation`."""
 
     weight: NonNegative = 1.0
     """Of the divergence from the teacher, beside the loss of the labels."""
@@ -108,8 +108,11 @@ class DistillationConfig(Section):
 
 
 class OscillationConfig(Section):
-    """Weights that jump between two integers are counted, in a curve and in the epoch's line where they are many:
-    `qat.finetuning.Oscillations`. `{}` only counts; dampening or freezing stops them."""
+    """Weights that jump between two integers: `qat.finetuning.Oscillations`.
+
+    They are counted, in a curve and in the epoch's line where they are many. `{}` only counts; dampening or freezing
+    stops them.
+    """
 
     dampen: NonNegative = 0.0
     """Strength at the end of a loss that draws weights to their integers; the paper's is 0.1, 0 is none."""
@@ -137,8 +140,10 @@ class OscillationConfig(Section):
 
 
 class GradualConfig(Section):
-    """A stage begins with a part of the model in float: `qat.finetuning.GradualQuantization`. Evaluations, and so
-    best.pt, are of the whole model on its grids."""
+    """Stages that begin partly in float: `qat.finetuning.GradualQuantization`.
+
+    Evaluations, and so best.pt, are of the whole model on its grids.
+    """
 
     activations_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the stage's steps after which activations are quantized; weights are from the start."""
@@ -157,7 +162,7 @@ class GradualConfig(Section):
 
 
 class SpecConfig(Section):
-    """One grid: the fields of `qat.QuantSpec`. Fields that are left out keep the target's choice."""
+    """One grid, as in `qat.QuantSpec`; fields left out keep the target's choice."""
 
     bits: Bits | None = None
     signed: bool | None = None
@@ -186,8 +191,10 @@ class SpecConfig(Section):
 
 
 class CalibrationStepConfig(Section):
-    """A step of calibration that changes weights: a class of `qat.post_training`, whose arguments are the other keys;
-    left out, its own defaults."""
+    """A step of calibration that changes weights: a class of `qat.post_training`.
+
+    Its arguments are the other keys; left out, its own defaults.
+    """
 
     name: Literal["cross_layer_equalization", "adaround", "brecq", "qdrop"]
     iterations: Count | None = None
@@ -213,7 +220,7 @@ class CalibrationStepConfig(Section):
         return self
 
     def build(self) -> Step:
-        """The step itself; a ValueError for a key that is not one of its arguments."""
+        """Return the step; ValueError for a key that is not one of its arguments."""
         step, given = STEPS[self.name], self.model_dump(exclude_none=True, exclude={"name"})
         if wrong := unknown_name(given, [field.name for field in fields(step)], "argument"):
             raise ValueError(f"{self.name}: {wrong}")

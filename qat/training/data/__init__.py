@@ -1,1 +1,1 @@
-"""The data of a run: data sets by name, images, preprocessing and augmentation, and batches in a reproducible order."""
+"""Data of a run: data sets, preprocessing, augmentation, reproducible batches."""

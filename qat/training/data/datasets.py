@@ -1,4 +1,4 @@
-"""The data sets by name. A builder turns the config into two splits of images and labels.
+"""Data sets by name, each with a builder of its two splits of images and labels.
 
 Small sets are read into memory; for image folders, only the list of files is.
 """
@@ -31,7 +31,6 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
-    """Open the data set that `config` names; only the random images of `fake` depend on the seed."""
     own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
     if why is not None and config.root is not None:
         raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
@@ -51,13 +50,14 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
 
 
 def seeded_generator(seed: int, purpose: str, epoch: int = 0) -> torch.Generator:
-    """Return a CPU generator for a seed, a purpose and an epoch; generators of neighbouring epochs are unrelated."""
+    """Return a CPU generator for a seed, a purpose and an epoch."""
+    # A hash: torch's generators of neighbouring seeds would be related.
     mixed = np.random.SeedSequence([seed, epoch, *purpose.encode()]).generate_state(1)[0]
     return torch.Generator().manual_seed(int(mixed))
 
 
 def _digits(config: DataConfig, seed: int) -> Dataset:
-    # A fixed split: every fifth image of each class is for validation (see digits.md).
+    # Every fifth image of each class is for validation (see digits.md).
     images, labels = read_digits()
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True
@@ -66,7 +66,7 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Cut the bundled sheet into uint8 images (1797, 8, 8), with 15 grey levels per level of ink, and labels."""
+    """Cut the bundled sheet into uint8 images (1797, 8, 8) and labels."""
     with resources.files("qat.training.data").joinpath("digits.png").open("rb") as file, Image.open(file) as sheet:
         pixels = np.array(sheet)
         labels = np.array([int(digit) for digit in sheet.info["Labels"]])
@@ -92,13 +92,12 @@ def _imagefolder(config: DataConfig, seed: int) -> Dataset:
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
-_TORCHVISION: dict[str, tuple[str, Channels, Channels]] = {
+_TORCHVISION: dict[str, tuple[str, Channels, Channels]] = {  # classes of torchvision, mean and deviation
     "cifar10": ("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "mnist": ("MNIST", (0.1307, 0.1307, 0.1307), (0.3081, 0.3081, 0.3081)),
     "fashion_mnist": ("FashionMNIST", (0.2860, 0.2860, 0.2860), (0.3530, 0.3530, 0.3530)),
 }
-"""Sets that torchvision downloads: their classes there, mean and deviation."""
 
 
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
@@ -107,7 +106,7 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     reader, mean, std = _TORCHVISION[config.name]
     root = Path(os.path.expanduser(str(config.root)))
     try:
-        with nullcontext() if on_terminal() else redirect_stderr(io.StringIO()):  # bars of downloads
+        with nullcontext() if on_terminal() else redirect_stderr(io.StringIO()):  # no progress bars in a file
             splits = [getattr(datasets, reader)(root, train, download=config.download) for train in (True, False)]
     except (OSError, RuntimeError, ValueError, AssertionError, LookupError, EOFError) as error:
         if config.download:
@@ -122,7 +121,7 @@ _NPZ_ARRAYS = ("x_train", "y_train", "x_val", "y_val")
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
-    # Images are uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3); without names of classes, they are numbers.
+    # Images are uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3).
     path = Path(os.path.expanduser(str(config.root)))
     where = f"data.root: '{path}'"
     if not path.is_file():
@@ -137,7 +136,7 @@ def _npz(config: DataConfig, seed: int) -> Dataset:
         raise UserError(f"{where} has no {', '.join(absent)}")
     with value_errors_reported(f"{where}: "):
         train, val = (_array(arrays[f"x_{name}"], arrays[f"y_{name}"]) for name in ("train", "val"))
-        numbers = np.arange(arrays["y_train"].max(initial=0) + 1)
+        numbers = np.arange(arrays["y_train"].max(initial=0) + 1)  # the names of classes, if there are no others
         return Dataset(train, val, arrays.get("classes", numbers).astype(str).tolist())
 
 
@@ -158,15 +157,12 @@ _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
     **dict.fromkeys(_TORCHVISION, _torchvision_set),
 }
 
-
 SPLITS = ("train", "val")
-
+# As in torchvision's ImageFolder, and .gif, of which the first picture counts.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""Of images, as in torchvision's ImageFolder, and .gif, of which the first picture counts."""
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
-    """List the images of both splits, by the name of the split, and the names of the classes."""
     try:
         found = {}
         for split in SPLITS:

@@ -1,12 +1,11 @@
-"""A data set: two splits of labelled images, in memory (`ImageArray`) or in files decoded one by one (`ImageFiles`);
-and one picture as the model's input."""
+"""Data sets of labelled images in memory or files; one picture as model input."""
 
 import hashlib
 import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ HALF: Channels = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class ImageArray:
-    """Images in memory, uint8 (N, C, H, W) with 1 or 3 channels, and their int64 labels (N,)."""
+    """Images in memory, uint8 (N, 1 or 3, H, W), and their int64 labels (N,)."""
 
     images: Tensor
     labels: Tensor
@@ -31,7 +30,7 @@ class ImageArray:
         return self.images[index]
 
     def digest(self) -> str:
-        """A short digest of pixels and labels, by which another run can tell that it has the same images."""
+        """Return a short digest of pixels and labels, to recognize the same images."""
         return _digest(self.labels, self.images.contiguous().numpy().data)
 
     def subset(self, indices: Tensor) -> "ImageArray":
@@ -58,7 +57,7 @@ class ImageFiles:
             return read_picture(os.fsdecode(self.paths[index]))
 
     def digest(self) -> str:
-        """A short digest of the files' names, without folders, and of the labels; the files are not read."""
+        """Return a short digest of file names without folders, and of labels."""
         return _digest(self.labels, b"/".join(map(os.path.basename, self.paths.tolist())))
 
     def subset(self, indices: Tensor) -> "ImageFiles":
@@ -70,7 +69,9 @@ Images: TypeAlias = ImageArray | ImageFiles
 
 @dataclass(frozen=True)
 class Dataset:
-    """Two splits, the names of the classes, and the normalisation; what a callable under `data.name` returns.
+    """Two splits, the names of their classes, and the normalisation.
+
+    A callable under `data.name` returns it.
 
     Args:
         train, val: the splits, each with at least one image.
@@ -102,14 +103,14 @@ class Dataset:
 def _check_split(where: str, split: Images, classes: int) -> None:
     if not isinstance(split, ImageArray | ImageFiles):
         raise TypeError(f"{where} must be an ImageArray or an ImageFiles, got {type(split).__name__}")
-    content: Any = split.images if isinstance(split, ImageArray) else split.paths
+    content: object  # a user's code may give anything
     if isinstance(split, ImageArray):
-        shape = tuple(getattr(content, "shape", ()))
-        fits = getattr(content, "dtype", None) is torch.uint8 and len(shape) == 4 and shape[1] in (1, 3)
-        form = "images must be a uint8 tensor (N, 1 or 3, H, W)"
+        content, form = split.images, "images must be a uint8 tensor (N, 1 or 3, H, W)"
+        fits = isinstance(content, Tensor) and content.dtype is torch.uint8
+        fits = fits and content.dim() == 4 and content.shape[1] in (1, 3)
     else:
+        content, form = split.paths, "paths must be an array of bytes (N,)"
         fits = isinstance(content, np.ndarray) and content.dtype.kind == "S"
-        form = "paths must be an array of bytes (N,)"
     if not fits:
         raise ValueError(f"{where}: {form}, got {_described(content)}")
     count, labels = len(content), split.labels
@@ -122,7 +123,7 @@ def _check_split(where: str, split: Images, classes: int) -> None:
         raise ValueError(f"{where}: labels go from {lowest} to {highest}, but classes has length {classes}")
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     shape = f" {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor | np.ndarray) else ""
     return f"{type(value).__name__}{shape}"
 
@@ -137,10 +138,10 @@ GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | T
 
 
 def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
-    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does, but the way up that EXIF says."""
+    """Decode one image into 8-bit RGB as torchvision's ImageFolder does, but upright."""
     try:
         with warnings.catch_warnings():
-            # The pixels are readable despite broken EXIF data or a transparent palette.
+            # Pillow warns of broken EXIF data and transparent palettes; the pixels are readable.
             warnings.simplefilter("ignore", UserWarning)
             with Image.open(path) as image:
                 return as_rgb(image, f"'{path}'")
@@ -155,7 +156,7 @@ def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
 
 
 def as_rgb(image: Image.Image, where: str) -> Image.Image:
-    """The image in 8-bit RGB, and upright: a phone's photographs lie on their side but for a note in EXIF."""
+    """Return the image in 8-bit RGB, turned upright as its EXIF data says."""
     if image.mode.startswith(("I", "F")):
         raise UserError(f"{where} has pixels of mode '{image.mode}'; save it with 8 bits a channel")
     upright = image.convert("RGB")
@@ -165,7 +166,7 @@ def as_rgb(image: Image.Image, where: str) -> Image.Image:
 
 @dataclass(frozen=True)
 class InputTransform:
-    """A picture as the model's input: exactly what the validation of the model's training feeds it.
+    """Preprocessing of a picture, exactly as in the validation of the training.
 
     Call it with a path, a PIL image, a uint8 array (H, W) or (H, W, 1 or 3), or a uint8 tensor (1 or 3, H, W). The
     result is a float32 tensor (1, 3, image_size, image_size) on the CPU. It can be pickled, for a loader's processes.

@@ -1,4 +1,4 @@
-"""Loaders for the splits of a data set, in an order that depends only on the seed and the epoch.
+"""Loaders of a data set, in an order that depends only on seed and epoch.
 
 Each training image gets its own random number, drawn together with the order, that seeds its augmentation. So an epoch
 is the same after a resume, for any number of loader processes, and whatever else draws random numbers.
@@ -32,13 +32,13 @@ SampleKey: TypeAlias = tuple[int, int]
 
 
 class TransformedImages(Dataset[Sample]):
-    """A split's images as the model's inputs; `random` transforms draw from torch's global CPU generator."""
+    """Images of a split, transformed one by one with torch's global generator."""
 
     def __init__(self, images: Images, transform: Transform, random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
 
+    # torch's loader calls it with the keys of a whole batch.
     def __getitems__(self, keys: list[SampleKey]) -> list[Sample]:
-        """Return the samples of a whole batch; torch's loader calls this where it is defined."""
         state, threads = torch.default_generator.get_state(), torch.get_num_threads()
         # One image is too small for several threads: waiting for them made `affine` up to 15 times slower.
         torch.set_num_threads(1)
@@ -49,29 +49,28 @@ class TransformedImages(Dataset[Sample]):
                     torch.default_generator.manual_seed(seed)
                 samples.append((self.transform(self.images.picture(index)), self.images.labels[index]))
             return samples
-        finally:  # in the main process, the model uses both as well
+        finally:  # without loader processes, the model uses both too
             torch.set_num_threads(threads)
             torch.default_generator.set_state(state)
 
 
 class BatchedImages(Dataset[Batch]):
-    """A split's images in memory as the model's inputs, a whole batch at once, on the device where the images are."""
+    """Images of a split in memory, transformed in batches on their device."""
 
     def __init__(self, images: ImageArray, transform: BatchTransform) -> None:
         self.images, self.transform = images, transform
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch:
-        """Return a batch; torch's loader calls this where it is defined."""
         indices, seeds = torch.tensor(keys).to(self.images.labels.device, non_blocking=True).unbind(1)
         return self.transform(self.images.images[indices], seeds), self.images.labels[indices]
 
 
 View: TypeAlias = TransformedImages | BatchedImages
-MOST_OF_A_DEVICE = 0.25  # the share of a device's free memory that a training set may take there
+MOST_OF_A_DEVICE = 0.25  # share of a device's free memory that a training set may take
 
 
 def training_view(images: Images, config: DataConfig, plain: Preprocessing, device: torch.device) -> View:
-    """The training images; a set in memory moves to the CUDA device, where augmentation then costs the host nothing."""
+    """Return the augmented training images, on a CUDA device if they fit."""
     view = plain_view(images, config.augment, plain)
     if device.type != "cuda" or config.workers or isinstance(view, TransformedImages):
         return view
@@ -84,14 +83,14 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
 
 
 def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
-    """The images of a split where they are, in batches if their augmentation can be."""
+    """Return the images of a split where they are, in batches if possible."""
     if isinstance(images, ImageArray) and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
     return TransformedImages(images, train_transform(augment, plain), random=any(augment.model_dump().values()))
 
 
 class EpochOrder(Sampler[SampleKey]):
-    """(index, augmentation seed) for each image: of given indices, or of a number in a new random order every epoch."""
+    """Pairs (index, augmentation seed): given indices, or n in a new order each epoch."""
 
     def __init__(self, indices: Sequence[int] | int, seed: int = 0) -> None:
         self.indices, self.seed, self.epoch = indices, seed, 0
@@ -109,15 +108,16 @@ class EpochOrder(Sampler[SampleKey]):
 
 
 class RankBatches(Sampler[list[SampleKey]]):
-    """Batches of `size` images of an order, of each this rank's share: its images rank*n/count to (rank+1)*n/count.
+    """This rank's shares of the batches of an order.
 
-    With `whole`, an incomplete last batch is left out, unless it is the only one, and all shares are of one size: a
-    gradient is the mean over the ranks. With `alone`, all of a batch is rank 0's share.
+    A batch has `size` images; of n in it, the share is rank*n/count to (rank+1)*n/count. With `whole`, an incomplete
+    last batch is left out, unless it is the only one, and all shares are of one size: a gradient is the mean over the
+    ranks. With `alone`, all of a batch is rank 0's share.
     """
 
     def __init__(self, order: EpochOrder, size: int, whole: bool = False, alone: bool = False) -> None:
         self.order, self.size, self.whole, self.alone = order, size, whole, alone
-        self.first = 0  # the batch that a pass begins with: a resumed epoch has trained on those before it
+        self.first = 0  # first batch of a pass: a resumed epoch has trained on those before it
 
     def __len__(self) -> int:
         batches, left = divmod(len(self.order), self.size)
@@ -135,10 +135,7 @@ class RankBatches(Sampler[list[SampleKey]]):
 
 
 class Loader:
-    """Batches of images (N, 3, H, W) and labels (N,), each rank's share of them; UserError if one cannot be read.
-
-    `RankBatches` says what `whole` and `alone` are.
-    """
+    """Batches of images (N, 3, H, W) and labels (N,), shared as in `RankBatches`."""
 
     def __init__(
         self,
@@ -161,11 +158,11 @@ class Loader:
             collate_fn=partial(_collate, channels_last=channels_last),
             pin_memory=pinned and view.images.labels.device.type == "cpu",
             persistent_workers=persistent and workers > 0,
-            generator=torch.Generator(),  # otherwise each epoch would draw from the global generator
+            generator=torch.Generator(),  # else each epoch would draw from the global generator
         )
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Choose the epoch (0 is the first), and its first batch, of the order and augmentation in use from now on."""
+        """Choose the epoch (0 is the first) of order and augmentation, and a first batch."""
         self._order.epoch, self._shares.first = epoch, first
 
     def __len__(self) -> int:
@@ -174,7 +171,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         try:
             yield from self._batches
-        except UserError as error:  # from a loader process, torch puts the process and its traceback before
+        except UserError as error:  # torch prepends a loader process's name and traceback
             raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
 
 
@@ -184,9 +181,9 @@ class Data:
 
     train: Loader  # shuffled and augmented; call `set_epoch` before each epoch
     val: Loader  # all validation images, always in the same order
+    # `calibration(batches, alone)`: at most that many batches of training images, chosen by the seed and preprocessed
+    # as for validation; `alone`: all for rank 0. A longer calibration begins with the batches of a shorter one.
     calibration: Callable[..., Loader]
-    """`calibration(batches, alone)`: at most that many batches of training images, chosen by the seed and preprocessed
-    as for validation; `alone`: all for rank 0. A longer calibration begins with the batches of a shorter one."""
     classes: list[str]  # the name of each label
     image_shape: tuple[int, int, int]  # 3, height, width
     preprocessing: Preprocessing  # what validation does to an image
@@ -194,7 +191,6 @@ class Data:
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
-    """Open the data set that `config` names and make its loaders; training images that fit move to a CUDA device."""
     if config.batch_size % (count := rank_count()):
         what = f"{config.batch_size} is of all ranks together, and {count} cannot share it evenly"
         raise UserError(f"data.batch_size: {what}; use a multiple of {count}")
@@ -240,12 +236,12 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
 
 def _limited(images: Images, limit: int | None, split: str) -> Images:
-    # A random choice, the same for every seed, so that runs can be compared.
     count = len(images.labels)
     if limit is not None and limit >= count:
         logger.warning("data.limit_%s: %d has no effect; there are %d images", split, limit, count)
     if limit is None or limit >= count:
         return images
+    # The same choice for every seed, so that runs can be compared.
     chosen = torch.randperm(count, generator=seeded_generator(0, f"limit_{split}"))[:limit]
     return images.subset(chosen.sort().values)
 

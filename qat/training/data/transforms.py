@@ -1,12 +1,12 @@
-"""From a stored image to the model's input: augmentation, geometry, normalisation.
+"""Preprocessing of images: augmentation, geometry, normalisation.
 
 A pipeline takes a PIL image (from a file) or a uint8 tensor (from a set in memory), and returns a normalised float32
 tensor with 3 channels. Augmentation is torchvision's, which takes seconds to import; validation does without. Random
-numbers are of torch's global CPU generator, seeded for each image.
+numbers come from torch's global CPU generator, seeded for each image.
 
-For sets in memory `BatchTransform` does a whole batch: image by image costs about 100 microseconds each in Python, as
-much as a small network's share of a step. Its random numbers are a hash of each image's own seed, so that they depend
-neither on the batch nor on the number of loader processes.
+For sets in memory `BatchTransform` does a whole batch: one by one, images cost about 100 microseconds each in Python,
+as much as a small network's share of a step. Its random numbers are a hash of each image's own seed, so that they
+depend neither on the batch nor on the number of loader processes.
 """
 
 import math
@@ -26,12 +26,12 @@ from qat.training.config.schema import AugmentConfig
 Picture: TypeAlias = Image.Image | Tensor
 Channels: TypeAlias = tuple[float, float, float]
 Transform: TypeAlias = Callable[[Picture], Tensor]
-MAX_RESIZED_BYTES = 512 * 2**20  # sets in memory are resized up front only if the result has at most this many bytes
+MAX_RESIZED_BYTES = 512 * 2**20  # of a set in memory that is resized up front
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What validation does to an image, in plain values that are kept with the weights.
+    """Preprocessing of validation images, in plain values that are kept with weights.
 
     Args:
         image_size: side of the square that is cropped from the centre, the model's input, in pixels.
@@ -50,12 +50,11 @@ class Preprocessing:
     resized_by: Literal["pillow", "torch"] = "pillow"
 
     def apply(self, picture: Picture) -> Tensor:
-        """Resize the shorter side, crop the centre, normalise."""
         return ToInput(self.mean, self.std)(cropped(resized(picture, self.resize_size), self.image_size))
 
 
 def resized(picture: Picture, size: int) -> Picture:
-    """The picture, or uint8 pictures (..., C, H, W), with a shorter side of so many pixels: torchvision's Resize."""
+    """Resize the shorter side of a picture, or uint8 (..., C, H, W), as torchvision."""
     before = _width_and_height(picture)
     width, height = (int(size * side / min(before)) for side in before)
     if (width, height) == before:
@@ -68,7 +67,7 @@ def resized(picture: Picture, size: int) -> Picture:
 
 
 def cropped(picture: Picture, size: int) -> Picture:
-    """A square out of the middle of a picture that is at least as large: torchvision's CenterCrop."""
+    """Crop a square from the centre of a larger picture, as torchvision's CenterCrop."""
     left, top = (round((side - size) / 2) for side in _width_and_height(picture))
     if isinstance(picture, Image.Image):
         return picture.crop((left, top, left + size, top + size))
@@ -80,12 +79,11 @@ def _width_and_height(picture: Picture) -> tuple[int, int]:
 
 
 def pixels_of(image: Image.Image) -> Tensor:
-    """An 8-bit RGB image as a tensor (3, H, W)."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 class ToInput:
-    """A picture as float32 (3, H, W), or uint8 images (..., C, H, W), normalised: (pixel/255 - mean) / std."""
+    """Normalisation of a picture, or uint8 (..., C, H, W): (pixel/255 - mean) / std."""
 
     def __init__(self, mean: Channels, std: Channels) -> None:
         self.mean = torch.tensor(mean).mul(255).view(3, 1, 1)
@@ -98,24 +96,20 @@ class ToInput:
         return coloured.to(torch.float32, copy=True).sub_(mean).div_(std)
 
     def undone(self, images: Tensor) -> Tensor:
-        """Normalised images (..., 3, H, W) on the CPU as the uint8 pixels that they were."""
+        """Return the uint8 pixels of normalised images (..., 3, H, W) on the CPU."""
         return images.mul(self.std).add(self.mean).round().clamp(0, 255).to(torch.uint8)
 
 
-class Cutout:
-    """Set a square with a random centre to 0, the mean; at the border a part of it (arXiv:1708.04552)."""
-
-    def __init__(self, side: int) -> None:
-        self.side = side
-
-    def __call__(self, image: Tensor) -> Tensor:
-        top, left = (int(torch.randint(length, ())) - self.side // 2 for length in image.shape[1:])
-        image[:, max(0, top) : max(0, top + self.side), max(0, left) : max(0, left + self.side)] = 0
-        return image
+def cutout(image: Tensor, side: int) -> Tensor:
+    """Set a square with a random centre to 0, the mean (arXiv:1708.04552)."""
+    top, left = (int(torch.randint(length, ())) - side // 2 for length in image.shape[1:])
+    # At the border, only a part of the square lies inside.
+    image[:, max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)] = 0
+    return image
 
 
 def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
-    """The training pipeline: crop (random, or as in validation), augmentation, normalisation."""
+    """Build the training pipeline: crop (or as in validation), augment, normalise."""
     from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
 
     size, padding, bilinear = plain.image_size, augment.crop_padding, InterpolationMode.BILINEAR
@@ -133,13 +127,13 @@ def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
     if augment.random_erasing:
         steps.append(v2.RandomErasing(augment.random_erasing))
     if augment.cutout:
-        steps.append(Cutout(augment.cutout))
+        steps.append(partial(cutout, side=augment.cutout))
     pipeline: Transform = v2.Compose(steps)
     return pipeline
 
 
 def resized_up_front(images: Tensor, resize_size: int) -> Tensor:
-    """Resize `images`, uint8 (N, C, H, W), once; the first step of each pipeline then has nothing to do.
+    """Resize uint8 (N, C, H, W) once, so that pipelines need not.
 
     A set that would grow beyond MAX_RESIZED_BYTES is returned unchanged; it gives the same batches, more slowly.
     """
@@ -151,20 +145,19 @@ def resized_up_front(images: Tensor, resize_size: int) -> Tensor:
     return torch.cat([torch.as_tensor(resized(part, resize_size)) for part in torch.split(images, 1024)])
 
 
+# These interpolate, each image on a grid of its own: torchvision does them image by image.
 ONE_BY_ONE = ("random_resized_crop", "affine", "trivial_augment")
-"""Augmentations that interpolate, each image on a grid of its own: torchvision does these image by image."""
-
+# Streams of an image's random numbers. The tries of erasing come last, `PER_TRY` streams for each.
 TOP, LEFT, FLIP, ERASE, CUT_ROW, CUT_COLUMN, TRIES = range(7)
-"""Which of an image's random numbers is for what; the tries of erasing come last, `PER_TRY` for each."""
-
 PER_TRY, MOST_TRIES = 4, 10
-
+# An erased rectangle, as in torchvision's RandomErasing: its share of the image, and log(height / width).
 AREA, LOG_RATIO = (0.02, 0.33), (math.log(0.3), math.log(3.3))
-"""Of an erased rectangle: its share of the image, and its height over its width; torchvision's RandomErasing."""
 
 
 def uniform(seeds: Tensor, stream: int | Tensor) -> Tensor:
-    """A number in [0, 1) for each seed and stream: splitmix64 (Steele et al., OOPSLA 2014) of both.
+    """Return a number in [0, 1) for each seed and stream.
+
+    It is the splitmix64 (Steele et al., OOPSLA 2014) of both.
 
     >>> uniform(torch.tensor([1, 2, 1]), 0)
     tensor([0.3624, 0.5403, 0.3624], dtype=torch.float64)
@@ -180,7 +173,7 @@ def uniform(seeds: Tensor, stream: int | Tensor) -> Tensor:
 
 
 class BatchTransform:
-    """`train_transform` for whole batches, of `resize_size` already, without the augmentations of `ONE_BY_ONE`."""
+    """Training pipeline of whole batches, without the augmentations of `ONE_BY_ONE`."""
 
     def __init__(self, augment: AugmentConfig, plain: Preprocessing) -> None:
         self.augment, self.size = augment, plain.image_size
@@ -188,11 +181,11 @@ class BatchTransform:
 
     @staticmethod
     def takes(images: Tensor, augment: AugmentConfig, plain: Preprocessing) -> bool:
-        """Whether these images, (N, C, H, W), can be transformed in batches."""
+        """Return True if these images, (N, C, H, W), can be transformed in batches."""
         return min(images.shape[2:]) == plain.resize_size and not any(getattr(augment, name) for name in ONE_BY_ONE)
 
+    # From uint8 (N, 1 or 3, H, W) and int64 (N,) to float32 (N, 3, S, S).
     def __call__(self, images: Tensor, seeds: Tensor) -> Tensor:
-        """uint8 (N, 1 or 3, H, W) and int64 (N,) to float32 (N, 3, S, S)."""
         x = self.normalise(self._cropped(images, seeds))
         if self.augment.random_erasing:
             _erase(x, seeds, self.augment.random_erasing)
@@ -200,7 +193,6 @@ class BatchTransform:
             _cut_out(x, seeds, self.augment.cutout)
         return x
 
-    # At random with padding, else the centre; some mirrored. One gather does both.
     def _cropped(self, images: Tensor, seeds: Tensor) -> Tensor:
         padding, size = self.augment.crop_padding, self.size
         if padding:
@@ -217,13 +209,13 @@ class BatchTransform:
         mirrored = (uniform(seeds, FLIP) < self.augment.horizontal_flip)[:, None]
         columns = left[:, None] + torch.where(mirrored, steps.flip(0), steps)
         rows = top[:, None] + steps
+        # One gather crops and mirrors.
         places = (rows[:, :, None] * images.shape[3] + columns[:, None, :]).view(len(images), 1, -1)
         taken = images.flatten(2).gather(2, places.expand(-1, images.shape[1], -1))
         return taken.view(len(images), -1, size, size)
 
 
 def _erase(x: Tensor, seeds: Tensor, probability: float) -> None:
-    # The first of ten random shapes that fits.
     height, width = x.shape[2:]
     streams = TRIES + torch.arange(MOST_TRIES * PER_TRY, device=x.device).view(MOST_TRIES, PER_TRY)
     area, ratio, row, column = uniform(seeds[:, None, None], streams).unbind(2)
@@ -231,6 +223,7 @@ def _erase(x: Tensor, seeds: Tensor, probability: float) -> None:
     ratio = torch.exp(LOG_RATIO[0] + (LOG_RATIO[1] - LOG_RATIO[0]) * ratio)
     tall, wide = torch.round((area * ratio).sqrt()), torch.round((area / ratio).sqrt())
     fits = (tall < height) & (wide < width)
+    # The first try that fits counts, as torchvision draws until one does.
     first = fits.long().argmax(1, keepdim=True)
     tall, wide, row, column = (each.gather(1, first)[:, 0] for each in (tall, wide, row, column))
     erased = fits.any(1) & (uniform(seeds, ERASE) < probability)

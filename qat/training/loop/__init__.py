@@ -1,1 +1,1 @@
-"""The training loop of a stage: steps, evaluation, optimizer, device, and support for the quantization rules."""
+"""Training loop of a stage: steps, evaluation, optimizer, aids and curves."""

@@ -1,8 +1,7 @@
-"""What a stage calls around its steps besides forward, backward and the optimizer: the hooks of rules, and the aids of
-the config, which are classes of `qat.finetuning`."""
+"""Hooks around the steps of a stage: those of rules, and aids of `qat.finetuning`."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,16 @@ from qat.quantizer import Quantizer
 from qat.training.config.imports import reason
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
+from qat.training.data.loaders import Data
 from qat.training.errors import UserError, problems_of, value_errors_reported
-from qat.training.loop.stage import Mixing, TrainBatches
+from qat.training.loop.stage import Batch, Mixing, TrainBatches
 from qat.training.model import build_model, load_float_weights
+from qat.training.run.folder import State
 from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 
 def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
-    """Mixup, cutmix, or for each batch one of the two, by torch's generator on the CPU; None for nothing."""
+    """Return mixup, cutmix, or one of the two for each batch; None if neither is on."""
     if not (stage.mixup_alpha or stage.cutmix_alpha):
         return None
     from torchvision.transforms import v2  # late, since it takes seconds
@@ -35,7 +36,7 @@ def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
 
 
 class Aids:
-    """Calls the hooks of a model's quantizers that define them, and the stage's aids; a step calls `student`."""
+    """Hooks of quantizers, and aids of a stage; steps call `student` for the model."""
 
     def __init__(
         self, model: nn.Module, stage: StageConfig | None = None, distillation: Distillation | None = None
@@ -49,14 +50,14 @@ class Aids:
             if stage.oscillation is not None:
                 with value_errors_reported("qat.oscillation: "):
                     self.oscillations = Oscillations(model, **stage.oscillation.model_dump())
-            if stage.gradual is not None and quantizers:  # float has QAT's settings
+            if stage.gradual is not None and quantizers:  # `float_finetune` has QAT's settings, and no quantizers
                 with value_errors_reported("qat.gradual: "):
                     self.gradual = GradualQuantization(model, **stage.gradual.model_dump())
         self.annealed = [q for q in quantizers if type(q).set_progress is not Quantizer.set_progress]
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
 
-    def before_epoch(self, loss_of: Callable[[Any], Tensor], batches: TrainBatches) -> None:
+    def before_epoch(self, loss_of: Callable[[Batch], Tensor], batches: TrainBatches) -> None:
         """Update delta from the first batch, if a quantizer has ewgs="hessian"."""
         if self.curved:
             with value_errors_reported("quantization: "):
@@ -76,7 +77,7 @@ class Aids:
             self.gradual.complete()
 
     def added(self, output: Any, images: Tensor) -> dict[str, Tensor]:
-        """What is added to the task's loss, by the names of their curves: penalties of rules, losses of aids."""
+        """Return penalties of rules and losses of aids, by the names of their curves."""
         added = {}
         penalties = [penalty for each in self.penalised if (penalty := each.penalty()) is not None]
         if penalties:
@@ -92,7 +93,7 @@ class Aids:
             self.oscillations.update(self.progress)
 
     def after_epoch(self, log: RunLog, stage: str, step: int) -> str:
-        """Draw the shares of oscillating and frozen weights, and return them in percent for the epoch's line."""
+        """Draw the shares of oscillating and frozen weights; return words for the log."""
         if self.oscillations is None:
             return ""
         curves = {
@@ -106,11 +107,11 @@ class Aids:
         log.scalars(stage, "train", curves | shares, step)
         return ", ".join(f"{name.replace('_', ' ')} {share:.1f} %" for name, share in shares.items())
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the aids that have one, by name: the training's, and so no part of the model's."""
+    def state_dict(self) -> State:
+        """Return the state of the aids that have one; it is no part of the model's."""
         return {} if self.oscillations is None else {"oscillations": self.oscillations.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         if self.oscillations is not None:
             self.oscillations.load_state_dict(state["oscillations"])
 
@@ -118,7 +119,7 @@ class Aids:
 def build_distillation(
     config: RunConfig, stage: StageConfig, classes: int, float_weights: Path, device: torch.device
 ) -> Distillation | None:
-    """What the stage learns from besides labels, on the device; None if its config names nothing."""
+    """Build the distillation of a stage with its teacher; None if it has none."""
     wanted = stage.distillation if isinstance(stage, QATStageConfig) else None
     if wanted is None:
         return None
@@ -133,21 +134,13 @@ def build_distillation(
     return Distillation(teacher, amp=amp, **wanted.model_dump(include={"temperature", "weight", "features"}))
 
 
-def check_distillation(
-    config: RunConfig,
-    model: nn.Module,
-    prepared: nn.Module,
-    image_shape: tuple[int, int, int],
-    classes: int,
-    *,
-    with_weights: bool = True,
-) -> None:
-    """Learn once from a copy of the teacher, so that what is wrong with it shows before any training."""
+def check_distillation(config: RunConfig, model: nn.Module, prepared: nn.Module, data: Data, anew: bool) -> None:
+    """Distil once, so that a teacher that does not fit shows before any training."""
     wanted = config.qat.distillation
     if wanted is None:
         return
-    teacher = copy.deepcopy(model) if wanted.teacher is None else _other(wanted.teacher, classes, with_weights)
-    student, images = copy.deepcopy(model), torch.zeros(2, *image_shape)
+    teacher = copy.deepcopy(model) if wanted.teacher is None else _other(wanted.teacher, len(data.classes), anew)
+    student, images = copy.deepcopy(model), torch.zeros(2, *data.image_shape)
     try:
         with torch.no_grad(), evaluating(student):
             distillation = Distillation(teacher, features=wanted.features)

@@ -1,9 +1,8 @@
-"""The training loop of one stage. The host reads the results of the steps from the device every `log_every` steps."""
+"""Training loop of one stage; the device is read every `log_every` steps only."""
 
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,28 +18,28 @@ from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
-from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
-from qat.training.loop.evaluation import Evaluation, evaluate, settle_statistics, split_output, to_device
+from qat.training.loop.evaluation import Evaluation, evaluate, settle_statistics, to_device
 from qat.training.loop.forward import EvaluationGraph, Forward, autocast, averaged, faster_way, switches
 from qat.training.loop.metrics import Meter, Pace, Watch, arriving, log_epoch, log_window, looking
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
-from qat.training.loop.stage import StageRun, rate_key
+from qat.training.loop.stage import Batch, StageRun, rate_key, without_effect
+from qat.training.model import split_output
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.exit_status import SignalledError, signals_deferred
-from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT
+from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT, State
 from qat.training.run.logging import progress_bar
 
 AUXILIARY_WEIGHT = 0.3  # weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)
-Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
-    """Train the model for the epochs of the stage; after each epoch evaluate it and save last.pt (and best.pt).
+    """Train the model for the epochs of the stage, and return the last evaluation.
 
-    With a `state`, training resumes from its checkpoint, whose weights the model already holds. If a loss is not
-    finite, the run ends, and last.pt is of before. A signal ends it after the step, with a last.pt of that step.
+    After each epoch the model is evaluated, and last.pt (and best.pt) saved. With a `state`, training resumes from its
+    checkpoint, whose weights the model already holds. If a loss is not finite, the run ends, and last.pt is of before.
+    A signal ends it after the step, with a last.pt of that step.
     """
     run.model.to(run.device)
     if run.config.sync_batch_norm and rank_count() > 1:
@@ -81,12 +80,12 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if training.ema is not None:
         training.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
-    share_state(run.model)
+    share_state(run.model)  # in training, each rank has BatchNorm statistics of its own
     return last or _validate(run)
 
 
 class Training:
-    """Everything that updates the weights of a stage, and whose state is saved with them."""
+    """Everything that updates the weights of a stage, and is saved with them."""
 
     def __init__(self, run: StageRun) -> None:
         self.run = run
@@ -96,24 +95,22 @@ class Training:
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.aids = Aids(run.model, run.stage, run.distillation)
         self.watch, self.pace = Watch(run), Pace()
-        self.model = self.aids.student
-        """What leaves the gradients of all ranks: DistributedDataParallel, where there are many."""
-        self.forward: Forward | None = None
-        """What steps call, from the first on: the model, in CUDA graphs, compiled or as it is."""
-        self.recorded_for: list[Any] = []
-        self.evaluation: Forward | None = None  # what evaluations call; the model itself without CUDA graphs
+        self.model = self.aids.student  # with many ranks in DistributedDataParallel, which averages gradients
+        self.forward: Forward | None = None  # the same in CUDA graphs, compiled or as it is; set by the first step
+        self.evaluation: Forward | None = None  # called by evaluations; None without CUDA graphs
+        self.recorded_for: list[object] = []  # the `switches` with which these three were made
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
-        self.done, self.whole, self.window = 0, Meter(), Meter()
-        """The steps of this epoch, their sums, and those since the last point of the curves."""
+        self.done = 0  # steps of this epoch
+        self.whole, self.window = Meter(), Meter()  # sums of this epoch, and since the last point of the curves
         self.saved, self.signals = time.monotonic(), list[int]()
         if rank():
-            torch.manual_seed(run.config.seed + rank())  # dropout draws for its images alone
+            torch.manual_seed(run.config.seed + rank())  # other dropout for other images
 
     def load(self, state: StageState) -> None:
         self.optimizer.load_state_dict(state.optimizer)
         self.schedule.load_state_dict(state.schedule)
-        # The saved rates are of the schedule's old length, if the stage has more epochs now.
+        # If the stage has more epochs now, the saved rates are those of a shorter schedule.
         factors = [factor(self.schedule.last_epoch) for factor in self.schedule.lr_lambdas]
         for group, base, factor in zip(self.optimizer.param_groups, self.schedule.base_lrs, factors, strict=True):
             group["lr"] = base * factor
@@ -124,7 +121,7 @@ class Training:
         self.watch.load_state_dict(state.watch)
         self.best_top1, self.done = state.best_top1, state.step
         self.whole, self.window = (Meter(**sums) for sums in state.meters)
-        if rank() < len(state.rng):  # else there were fewer ranks
+        if rank() < len(state.rng):  # the run may have had fewer ranks
             restore_rng(state.rng[rank()], self.run.device)
 
     def epoch(self, epoch: int) -> Evaluation:
@@ -152,9 +149,9 @@ class Training:
         own = (self.run.stage.epochs - epoch) * self.run.steps_per_epoch - (self.done or self.run.steps_per_epoch)
         return self.pace.left(own + self.run.later_steps)
 
-    def save(self, epoch: int, evaluation: Evaluation | None = None, statistics: Any = None) -> None:
+    def save(self, epoch: int, evaluation: Evaluation | None = None, statistics: list[Tensor] | None = None) -> None:
         """Write last.pt, after whole epochs or within one."""
-        self.aids.before_evaluation()  # a checkpoint is of the whole model on its grids
+        self.aids.before_evaluation()  # with gradual quantization, checkpoints are of the whole model on its grids
         share_state(self.run.model)
         state = StageState(
             epoch, self.done, [self.whole.sums(), self.window.sums()], self.best_top1, self.optimizer.state_dict(),
@@ -165,14 +162,14 @@ class Training:
         self.saved = time.monotonic()
 
     def save_if_due(self, epoch: int) -> None:
-        """After a step, save where `checkpoint_every` or a signal to any rank says so; after a signal, end."""
+        """Save within an epoch if `checkpoint_every` says so; after a signal, end too."""
         every, due = self.run.config.checkpoint_every, False
         if isinstance(every, int):
             due = self.run.step(epoch, self.done) % every == 0
         elif every is not None:
             due = time.monotonic() - self.saved >= 60 * int(every.removesuffix("min"))
         due = due and self.done < self.run.steps_per_epoch  # else an evaluation and its last.pt are next
-        if largest(due or bool(self.signals))[0]:
+        if largest(due or bool(self.signals))[0]:  # clocks and signals differ between ranks
             self.read(epoch)
             self.save(epoch)
             self.end_if_asked()
@@ -183,7 +180,7 @@ class Training:
             raise SignalledError(asked)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """A context in which the model holds the averaged weights, if there are any."""
+        """Return a context in which the model holds the averaged weights, if any."""
         if self.ema is None:
             return nullcontext()
         if self.aids.oscillations is not None:
@@ -191,7 +188,7 @@ class Training:
         return self.ema.swapped(self.run.model)
 
     def steps(self, epoch: int) -> None:
-        """The training steps of an epoch, or those that a resumed one has left."""
+        """Train for an epoch, or for the steps that a resumed one has left."""
         run = self.run
         run.train.set_epoch(run.epochs_before + epoch, self.done * run.stage.accumulate)
         run.model.train()
@@ -202,7 +199,7 @@ class Training:
             if run.stage.freeze_scales_epoch is not None and any(isinstance(m, Quantizer) for m in run.model.modules()):
                 freeze_scales(run.model, epoch >= run.stage.freeze_scales_epoch)
         present = switches(run.model)
-        if present != self.recorded_for:  # no graph, compiled code or DistributedDataParallel follows a change of them
+        if present != self.recorded_for:  # graphs, compiled code and DistributedDataParallel do not follow a change
             self.model, self.forward, self.recorded_for = self.aids.student, None, present
             self.evaluation = EvaluationGraph(run.model) if run.in_graphs else None
         if not self.done:
@@ -234,16 +231,16 @@ class Training:
         self.aids.before_evaluation()
 
     def read(self, epoch: int, curves: dict[str, Tensor] | None = None) -> dict[str, float]:
-        """Wait for the results of the steps so far, and for the values of curves, which are returned."""
+        """Wait for the results of the steps so far; return the values of the curves."""
         losses, values = self.window.read(curves)
         _check_finite(self.run, "training", losses, epoch, first_step=self.done - len(losses) + 1)
         return values
 
-    def on_device(self, batch: Any) -> Batch:
+    def on_device(self, batch: Batch) -> Batch:
         return to_device(batch, self.run.device, channels_last=self.run.config.channels_last)
 
     def step(self, group: list[Batch], watched: bool = False) -> tuple[Tensor, list[str]]:
-        """One optimizer step: (loss, correct, gradient norm, added losses ...) on the device, and their names."""
+        """Run an optimizer step; return (loss, correct, norm, added ...) and their names."""
         if self.forward is None:
             first = group[0]
             self.model = averaged(self.aids.student, lambda forward: self.total_of(first, forward)[0])
@@ -251,7 +248,7 @@ class Training:
         images = sum(len(labels) for _, labels in group)
         rows = []
         for number, batch in enumerate(group, 1):
-            # The gradients of a step are summed over the ranks once, in its last backward.
+            # Gradients are summed over the ranks once, in the last backward of a step.
             with nullcontext() if number == len(group) or rank_count() == 1 else self.model.no_sync():  # type: ignore[operator]
                 rows.append(self.backward(batch, len(batch[1]) / images))
         loss, correct, *added = torch.stack([torch.stack(row) for row, _ in rows]).sum(dim=0).unbind()
@@ -259,7 +256,7 @@ class Training:
         if self.run.stage.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.parameters, self.run.stage.clip_grad_norm)
-        self.scaler.step(self.optimizer)  # it also takes the factor out of fp16's gradients
+        self.scaler.step(self.optimizer)  # divides fp16's gradients by its scale first
         if watched:
             self.watch.keep_gradients()
         self.scaler.update()
@@ -271,13 +268,13 @@ class Training:
         return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
 
     def backward(self, batch: Batch, share: float) -> tuple[list[Tensor], list[str]]:
-        """Add a batch's share to the gradients; (loss, correct, added losses ...) on the device, and their names."""
+        """Add a batch's share to the gradients; return as `step`, without a norm."""
         labels = batch[1]
         total, loss, output, added = self.total_of(batch, self.forward)
         self.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
-        truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # of mixed labels the stronger
+        truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # the stronger one of mixed labels
         correct = (output[LOGITS].detach().argmax(dim=1) == truth).sum()
-        # The curve shows the loss of the task, which can be compared between rules; a non-finite penalty still shows.
+        # The curve is of the task's loss, to compare rules by; but a penalty that is not finite must end the run.
         shown = torch.where(total.isfinite(), loss, total).detach()
         parts = [value.detach().to(loss.dtype) * share for value in added.values()]
         return [shown * share, correct.to(loss.dtype), *parts], list(added)
@@ -285,20 +282,20 @@ class Training:
     def total_of(
         self, batch: Batch, forward: Forward | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """What a step minimises; in it the task's loss, the output, and what aids and rules add."""
+        """Return the loss to minimise, the task's own, the output, and the added losses."""
         loss, output = self.loss_of(batch, forward)
         added = self.aids.added(output, batch[0])
         return sum(added.values(), start=loss), loss, output, added
 
     def loss_of(self, batch: Batch, forward: Forward | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch, with auxiliary classifiers, and the logits with what a distillation watches."""
+        """Return the task's loss, and the logits with features for a distillation."""
         images, labels = batch
         products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
         with autocast(self.run.device, self.run.config.amp), products:
             output = (self.run.model if forward is None else forward)(images)
         watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
         logits, auxiliary = split_output(watched[LOGITS], len(labels))
-        if labels.dim() == 2:  # mixed; a model may have more outputs than the data have classes
+        if labels.dim() == 2:  # mixed labels; the model may have more outputs than the data have classes
             labels = F.pad(labels, (0, logits.shape[1] - labels.shape[1]))
         smoothing = self.run.stage.label_smoothing
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
@@ -325,15 +322,20 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
             raise UserError(f"{run.name}: {said}; try {' or '.join(advice)}{_way_on(run)}")
 
 
-def _way_on(run: StageRun) -> str:  # a run resumes with the same lr alone
+def _way_on(run: StageRun) -> str:  # a run cannot resume with another lr
     file = run.folder / (LAST_CHECKPOINT if run.name == "float" else FLOAT_WEIGHTS)
     return f", from model.checkpoint={file} in another run_dir" if file.is_file() else ""
 
 
 def _save(
-    run: StageRun, file: str, epochs: int, evaluation: Evaluation | None, state: Any = None, statistics: Any = None
+    run: StageRun,
+    file: str,
+    epochs: int,
+    evaluation: Evaluation | None,
+    state: State | None = None,
+    statistics: list[Tensor] | None = None,
 ) -> None:
-    if bad := not_finite(run.model):  # the last file that was finite stays
+    if bad := not_finite(run.model):  # keep the last file that was finite
         rate = rate_key(run.config, run.name)
         raise UserError(f"{run.name}: {bad} after epoch {epochs}; try a lower {rate}{_way_on(run)}")
     payload = {

@@ -1,8 +1,8 @@
-"""What steps and evaluations call: the model with gradients averaged over ranks, compiled or in CUDA graphs.
+"""Faster ways through a model: over many ranks, compiled, or in CUDA graphs.
 
-A CUDA graph is one launch for the thousands of short kernels of a quantized model. What it was recorded with stays: the
-shape of its batch, the memory of parameters and buffers, and every switch of the model that Python code reads. Values
-written into the same memory, such as the temperature of a rule, count.
+A CUDA graph is one launch for the thousands of short kernels of a quantized model. It keeps what it was recorded with:
+the shape of its batch, the memory of parameters and buffers, and every switch of the model that Python code reads. It
+follows values written into the same memory, such as the temperature of a rule.
 """
 
 import inspect
@@ -27,38 +27,38 @@ from qat.training.run.exit_status import is_memory_shortage
 
 logger = logging.getLogger("qat")
 
-Forward: TypeAlias = Callable[[Tensor], Any]
-LossOf: TypeAlias = Callable[[Forward], Tensor]  # the loss of a batch, which goes through the given forward
+Forward: TypeAlias = Callable[[Tensor], object]
+LossOf: TypeAlias = Callable[[Forward], Tensor]  # the loss of a fixed batch through the given forward
+Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def check_graphs(device: torch.device, cuda_graphs: str | bool) -> None:
-    """Raise a UserError if CUDA graphs are asked for and the device has none."""
     if cuda_graphs is True and device.type != "cuda":
         raise UserError(f"cuda_graphs: true needs a CUDA device; on device {device.type!r} leave it out")
 
 
 def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
-    """Return a context in which operations on a device run in mixed precision: `none`, `bf16` or `fp16`."""
+    """Return a context of mixed precision on a device: `none`, `bf16` or `fp16`."""
     if amp == "none":
         return nullcontext()
     if amp == "fp16" and device.type != "cuda":
         raise UserError(f"amp: 'fp16' needs a CUDA device; on device {device.type!r} use 'bf16' or 'none'")
-    # A graph cannot be recorded with the cache, which only a float weight that is read twice would use.
+    # A graph cannot be recorded with the cache, which would only help float weights that are read twice.
     return torch.autocast(
         device.type, dtype=torch.bfloat16 if amp == "bf16" else torch.float16, cache_enabled=device.type != "cuda"
     )
 
 
 class Step(NamedTuple):
-    """The result of a trial step: the loss, the norm of all gradients, and the names of parameters that have one."""
+    """Result of a trial step."""
 
     loss: float
-    norm: float
-    learning: frozenset[str]
+    norm: float  # of all gradients
+    learning: frozenset[str]  # names of the parameters that have a gradient
 
 
 def trial_step(model: nn.Module, forward: Forward, loss_of: LossOf) -> Step:
-    """Run a forward and a backward of a model, through `forward`; neither it nor its gradients change."""
+    """Run a forward and a backward through `forward`, and restore the model's state."""
     named = dict(model.named_parameters())
     buffers = [(each, each.detach().clone()) for each in model.buffers()]
     gradients = [(each, each.grad) for each in named.values()]
@@ -80,89 +80,85 @@ def trial_step(model: nn.Module, forward: Forward, loss_of: LossOf) -> Step:
                 parameter.grad = gradient
 
 
-_NAMES = ("forward_sync_buffers", "broadcast_buffers")  # the second is the older one, as in torch 2.11
+_NAMES = ("forward_sync_buffers", "broadcast_buffers")  # torch 2.11 has the second one
 SYNC_BUFFERS = next(name for name in _NAMES if name in inspect.signature(DistributedDataParallel).parameters)
 ONE_BUCKET = 2**20  # megabytes, more than any model's gradients have
 
 
 def averaged(model: nn.Module, loss_of: LossOf) -> nn.Module:
-    """What a step calls so that its backward leaves the means of all ranks' gradients: the model itself on one rank.
-
-    A trial step with `loss_of`, a loss through what it is given, finds parameters without a gradient.
-    """
+    """Wrap the model to average gradients over the ranks; on one rank, return it."""
     if rank_count() == 1:
         return model
     learning = {name for name, each in model.named_parameters() if each.requires_grad}
     [unused] = largest(bool(learning - trial_step(model, model, loss_of).learning))
-    # Each rank has BatchNorm statistics of its own in training; evaluations and checkpoints are of rank 0's.
+    # Each rank has its own BatchNorm statistics in training; evaluations and checkpoints have rank 0's.
     more: dict[str, Any] = {SYNC_BUFFERS: False, "find_unused_parameters": bool(unused)}
     if next(model.parameters()).device.type == "cpu":
-        more["bucket_cap_mb"] = ONE_BUCKET  # sums beside the backward would take its processor away
+        more["bucket_cap_mb"] = ONE_BUCKET  # sums during the backward would take its processor away
     ddp = DistributedDataParallel(model, **more)
-    # After its first backward it sorts the gradients into other buckets, in which sums round otherwise. A resumed run
-    # has to add as the first one did: in both, that backward is a trial's.
+    # After its first backward, it sorts gradients into other buckets, in which sums round otherwise. In a first and in
+    # a resumed run, which must add alike, that backward is this trial's.
     trial_step(model, ddp, loss_of)
     return ddp
 
 
-LARGEST_GAP = 1e-2
-"""How far evaluation in a graph may be off, as a share of the largest value: other algorithms round otherwise."""
+LARGEST_GAP = 1e-2  # between evaluation in a graph and without, relative to the largest value: algorithms differ
 
 
-def switches(model: nn.Module) -> list[Any]:
-    """What a graph takes for granted: modes, numbers and flags of the modules, and which parameters learn."""
+def switches(model: nn.Module) -> list[object]:
+    """Return what a graph takes for granted: modes, numbers, flags, and what learns."""
     learning = [each.requires_grad for each in model.parameters()]
     return [learning, *((module.training, scalar_attributes(module)) for module in model.modules())]
 
 
 class TrainingGraphs:
-    """What a step calls: the model, whose forward and backward are recorded at the first call."""
+    """A model in training, recorded at the first call, for batches of one shape."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.layout = model, None
-        self.recorded: Any = None
+        self.model = model
+        self.layout: Layout | None = None
+        self.recorded: nn.Module | None = None
 
-    def __call__(self, images: Tensor) -> Any:
-        """The model's result; a batch of another shape runs operation by operation."""
+    def __call__(self, images: Tensor) -> object:
         if self.recorded is None:
             self.recorded, self.layout = _Alone(self.model), _layout(images)
-            # It records on a stream of its own, and torch would warn of every other stream that adds to gradients.
+            # It records on its own stream; torch would warn of every other stream that adds to gradients.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             torch.cuda.make_graphed_callables(self.recorded, (images.clone(),), allow_unused_input=True)
         return (self.recorded if _layout(images) == self.layout else self.model)(images)
 
 
-class _Alone(nn.Module):  # since torch replaces the forward of what it records
+class _Alone(nn.Module):  # torch replaces the forward of the module that it records
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, images: Tensor) -> object:
         return self.model(images)
 
 
 class EvaluationGraph:
-    """What an evaluation calls: the model under no_grad, recorded at the first batch at which no hook looks."""
+    """A model under no_grad, recorded at the first batch at which no hook looks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.layout = model, None
-        self.graph: Any = None
-        self.images, self.result = Tensor(), Tensor()
+        self.model = model
+        self.layout: Layout | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.images, self.result = Tensor(), Tensor()  # their memory is the graph's: each call overwrites it
 
-    def __call__(self, images: Tensor) -> Any:
-        """The model's result, whose memory the next call writes again."""
+    def __call__(self, images: Tensor) -> object:
         if self.layout is None and not is_watched(self.model):
             expected = self.model(images)
             engines = (each._fused_engine() for each in self.model.modules() if isinstance(each, PreparedGraph))
             if any(engine is not None and engine.evaluates_on_codes for engine in engines):
-                return expected  # in few kernels, of integers that the next epoch has others of
+                return expected  # few kernels already, and the next epoch has other integers
             self.layout = _layout(images)
             try:
-                self.images, self.graph = images.clone(), torch.cuda.CUDAGraph()
+                self.images, graph = images.clone(), torch.cuda.CUDAGraph()
                 torch.cuda.synchronize()
-                with torch.cuda.graph(self.graph):
+                with torch.cuda.graph(graph):
                     self.result = self.model(self.images)
-                self.graph.replay()
+                graph.replay()
                 if not isinstance(expected, Tensor):
                     what = type(expected).__name__
                     raise TypeError(f"the model returns a {what}, and a graph is compared by one tensor")
@@ -171,10 +167,10 @@ class EvaluationGraph:
                     raise ValueError(
                         f"in a graph the model answers otherwise, by {float(off):.2g} of the largest value"
                     )
+                self.graph = graph
             except Exception as error:
                 if is_memory_shortage(error):
                     raise
-                self.graph = None
                 logger.warning("cuda_graphs: %s; evaluation runs operation by operation, slower", first_line(error))
         if self.graph is None or _layout(images) != self.layout:
             return self.model(images)
@@ -183,17 +179,17 @@ class EvaluationGraph:
         return self.result
 
 
-def _layout(images: Tensor) -> Any:
+def _layout(images: Tensor) -> Layout:
     return images.shape, images.stride(), images.dtype
 
 
-LOSS_TOLERANCE, GRADIENT_FACTOR = 0.25, 4.0
-"""Largest relative difference of the losses, and factor between the norms of the gradients: compiled code draws other
-random numbers."""
+# Large, since compiled code draws other random numbers.
+LOSS_TOLERANCE = 0.25  # relative difference of the losses
+GRADIENT_FACTOR = 4.0  # between the norms of the gradients
 
 
 def faster_way(run: StageRun, forward: nn.Module, images: Tensor, loss_of: LossOf) -> Forward:
-    """`forward`, which calls the run's model, compiled or in CUDA graphs as the config and the device have it."""
+    """Return `forward` compiled or in CUDA graphs, as config and device have it."""
     if run.config.compile:
         check_parts(run.model, {run.model: ((images,), {})})
         return as_tried("compile", torch.compile(forward), run.model, forward, loss_of)
@@ -203,11 +199,11 @@ def faster_way(run: StageRun, forward: nn.Module, images: Tensor, loss_of: LossO
 
 
 def as_tried(setting: str, fast: Forward, model: nn.Module, forward: Forward, loss_of: LossOf) -> Forward:
-    """`fast`, which `setting` asks for; `forward`, the slower way, if a trial step finds a difference."""
+    """Return `fast`, or `forward` with a warning if a trial step finds a difference."""
     expected = trial_step(model, forward, loss_of)
     try:
         difference = _gross_difference(trial_step(model, fast, loss_of), expected)
-    except Exception as error:  # of the compiler or the recording, since the model has just run
+    except Exception as error:  # from the compiler or the recording: the model itself has just run
         if is_memory_shortage(error):
             raise
         difference = f"{type(error).__name__}: {first_line(error)}"

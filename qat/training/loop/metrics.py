@@ -1,4 +1,4 @@
-"""The curves and lines of a stage: sums over training images, what its quantizers learn, a line per epoch."""
+"""Curves and lines of a stage: sums over images, quantizers, time left."""
 
 import importlib
 import os
@@ -18,49 +18,47 @@ from qat.quantizer import Quantizer
 from qat.quantizer.training import scales_at_minimum
 from qat.training.config.schema import RunConfig
 from qat.training.loop.evaluation import Evaluation
-from qat.training.loop.stage import StageRun, rate_key
+from qat.training.loop.stage import Batch, StageRun, rate_key
+from qat.training.run.folder import State
 from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 resource: Any = importlib.import_module("resource") if os.name == "posix" else None  # Windows has none
-CORRECT = 1  # the column of a step's row that is a sum over images; the others are means
+CORRECT = 1  # column of a step's row that is a sum over images; the others are means
 
 
 @dataclass
 class Meter:
-    """Sums over training images on the host, and the results of recent steps that are still on the device."""
+    """Sums over training images on the host, and recent results on the device."""
 
     loss: float = 0.0
     correct: float = 0.0
     images: int = 0
     seconds: float = 0.0
-    waited: float = 0.0  # seconds of them in which the next batch was not there yet
+    waited: float = 0.0  # seconds of these without a next batch
     grad_norm: float = 0.0
-    added: list[str] = field(default_factory=list)  # names of what aids and rules add to the loss
-    losses: list[float] = field(default_factory=list)  # their sums, as of the loss
-    rows: list[Tensor] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)  # names of losses that aids and rules add
+    losses: list[float] = field(default_factory=list)  # sums of these, as in `loss`
+    rows: list[Tensor] = field(default_factory=list)  # results of recent steps, on the device
+    sizes: list[int] = field(default_factory=list)  # images of these steps
     since: float = field(default_factory=time.perf_counter)
 
     @property
     def results(self) -> dict[str, float]:
-        """Mean loss, accuracy in percent in training mode, and speed including data loading, of the images so far."""
+        """Mean loss, top1 in percent (in training mode), and speed with data loading."""
         top1, speed = 100.0 * self.correct / self.images, self.images / self.seconds
         return {"loss": self.loss / self.images, "top1": top1, "images_per_second": speed}
 
     def read(self, curves: Mapping[str, Tensor] | None = None) -> tuple[list[float], dict[str, float]]:
-        """Wait for the device, and add the rows (loss, correct, gradient norm, added ...) up.
+        """Wait for the device, add up the rows; return the losses and values of curves.
 
-        All ranks read at the same time, and have the same results: each has its share of the images.
-
-        Returns:
-            The losses, and the values of curves, which are of this rank alone.
+        All ranks read at the same time, and get the same results; values of curves are of this rank alone.
         """
         if not self.rows:
             return [], {}
         total = summed(torch.stack(self.rows))
-        total[:, [column for column in range(total.shape[1]) if column != CORRECT]] /= rank_count()  # means
-        more = [] if curves is None else [value.to(total.dtype) for value in curves.values()]
-        numbers = torch.cat((total.flatten(), *(each.view(1) for each in more))).tolist()  # the one synchronisation
+        total[:, [column for column in range(total.shape[1]) if column != CORRECT]] /= rank_count()  # means again
+        more = [value.to(total.dtype).view(1) for value in (curves or {}).values()]
+        numbers = torch.cat((total.flatten(), *more)).tolist()  # the only synchronisation with the device
         width = total.shape[1]
         rows = [numbers[first : first + width] for first in range(0, total.numel(), width)]
         for (loss, correct, _, *added), size in zip(rows, self.sizes, strict=True):
@@ -74,8 +72,8 @@ class Meter:
         self.seconds, self.since, self.rows, self.sizes = self.seconds + now - self.since, now, [], []
         return [row[0] for row in rows], dict(zip(curves or {}, numbers[total.numel() :], strict=True))
 
-    def sums(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: `Meter(**sums)` goes on. It has been read."""
+    def sums(self) -> dict[str, object]:
+        """Return the fields for a checkpoint, after `read`; `Meter(**sums)` goes on."""
         return {key: value for key, value in vars(self).items() if key not in ("rows", "sizes", "since")}
 
     def merge(self, other: "Meter") -> None:
@@ -83,13 +81,13 @@ class Meter:
             setattr(self, key, getattr(self, key) + getattr(other, key))
 
 
-def arriving(batches: Iterable[Any], window: Callable[[], Meter]) -> Iterator[Any]:
-    """The batches; the meter in use takes note of how long each was waited for."""
-    waiting, nothing = iter(batches), object()
+def arriving(batches: Iterable[Batch], window: Callable[[], Meter]) -> Iterator[Batch]:
+    """Yield the batches, and add the time that each was waited for to the meter."""
+    waiting = iter(batches)
     while True:
         began = time.perf_counter()
-        batch = next(waiting, nothing)
-        if batch is nothing:
+        batch = next(waiting, None)
+        if batch is None:
             return
         window().waited += time.perf_counter() - began
         yield batch
@@ -110,16 +108,16 @@ def log_window(run: StageRun, step: int, window: Meter, lr: float, more: Mapping
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes so far: that torch has taken on a CUDA device, or that the process has taken of the host."""
+    """Return the most bytes so far: torch's on a CUDA device, else the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if resource is None:
         return 0
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, left: str, note: str = "") -> None:
-    """Log the validation metrics, and print one line about the epoch, with the time left and the note at its end."""
     run.log.scalars(run.name, "val", {"loss": validation.loss, "top1": validation.top1}, run.step(epoch + 1))
     parts = [
         f"{run.name} {epoch + 1}/{run.stage.epochs}: val top1 {validation.top1:.2f} %, loss {validation.loss:.3f}",
@@ -136,13 +134,13 @@ def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation
 
 
 class Pace:
-    """How fast a stage has gone since its construction."""
+    """Speed of a stage since its construction."""
 
     def __init__(self) -> None:
         self.began, self.steps = time.perf_counter(), 0
 
     def left(self, steps: int) -> str:
-        """How long so many further steps will take, in words, evaluations included; "" for none.
+        """Say how long further steps will take, evaluations included; "" for none.
 
         >>> pace = Pace()
         >>> pace.began, pace.steps = time.perf_counter() - 60, 100
@@ -159,22 +157,19 @@ AT_FLOOR = f"{OF_QUANTIZERS}at_floor/"
 
 
 class Watch:
-    """The curves of a stage's quantizers, as far as `watch` asks for them; rank 0 draws for all.
-
-    `curves` go with the points of the other curves, and read parameters alone; `looking` is for evaluations.
-    """
+    """Curves of a stage's quantizers between evaluations; rank 0 draws for all."""
 
     def __init__(self, run: StageRun) -> None:
         self.run, self.detail = run, run.config.watch if rank() == 0 else "off"
         found = {name: each for name, each in run.model.named_modules() if isinstance(each, Quantizer)}
         self.quantizers = {} if self.detail == "off" else found
         self.gradients: dict[str, Tensor] = {}
-        self.rested = set[str]()
-        self.codes: dict[str, Tensor] = {}
-        self.directions: dict[str, Tensor] = {}
+        self.rested = set[str]()  # tags of scales that were once on their floor
+        self.codes: dict[str, Tensor] = {}  # by weight, a sample of its integers at the last point
+        self.directions: dict[str, Tensor] = {}  # of their last moves
 
     def keep_gradients(self) -> None:
-        """Take note of the gradients of a step, before they are gone."""
+        """Keep the norms of the gradients of a step, before they are gone."""
         self.gradients = {}
         for name, quantizer in self.quantizers.items():
             if gradients := [p.grad for p in quantizer.parameters() if p.grad is not None]:
@@ -182,26 +177,27 @@ class Watch:
 
     @torch.no_grad()
     def curves(self) -> dict[str, Tensor]:
-        """What the quantizers have learned by now, and their gradients, each of shape () on the device."""
+        """Return learned values and gradients, each of shape () on the device."""
         turned = self._turned() if self.quantizers and self.detail == "all" else {}
         curves = {**learned_statistics(self.quantizers), **self.gradients, **turned}
         return {f"{OF_QUANTIZERS}{tag}": value for tag, value in curves.items()}
 
     def worth_drawing(self, curves: dict[str, float]) -> dict[str, float]:
-        """The curves without those of scales that have never rested on their floor: what is drawn of them is a sign."""
+        """Return the curves without those of scales that never rested on their floor."""
+        # A curve of 0 for each quantizer would hide the few that are a bad sign.
         self.rested |= {tag for tag, value in curves.items() if tag.startswith(AT_FLOOR) and value}
         return {tag: value for tag, value in curves.items() if not tag.startswith(AT_FLOOR) or tag in self.rested}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What curves that go on need to know of the points before."""
+    def state_dict(self) -> State:
+        """Return what the next points of the curves depend on."""
         return {"rested": sorted(self.rested), "codes": self.codes, "directions": self.directions}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.rested = set(state["rested"])
         for kept, saved in ((self.codes, state["codes"]), (self.directions, state["directions"])):
             kept.update({name: values.to(self.run.device) for name, values in saved.items()})
 
-    # By weight, the share of a sample whose integer moved since the last point, against its move before.
+    # The share of integers that moved since the last point, against their move before.
     def _turned(self) -> dict[str, Tensor]:
         names = {each: name for name, each in self.quantizers.items()}
         curves = {}
@@ -219,11 +215,8 @@ class Watch:
 
 
 @contextmanager
-def looking(config: RunConfig, model: nn.Module, log: RunLog, stage: str, step: int) -> Iterator[dict[str, Any]]:
-    """A context for an evaluation, whose first batch shows what the quantizers do to their tensors; it ends as curves.
-
-    It yields what `statistics_collected` does; empty where nothing is watched.
-    """
+def looking(config: RunConfig, model: nn.Module, log: RunLog, stage: str, step: int) -> Iterator[State]:
+    """Draw what the quantizers do in the first batch of an evaluation."""
     if config.watch != "all" or rank() != 0:
         yield {}
         return

@@ -1,1 +1,1 @@
-"""What a run shows: its curves and what was lost where, as pictures and as one page."""
+"""Report of a run: figures, findings, and a page with both."""

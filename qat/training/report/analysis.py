@@ -1,10 +1,9 @@
-"""What the report shows of the trained model besides its curves: errors by layer, histograms, answers that changed."""
+"""Analysis of the trained model for the report, beside its curves."""
 
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +20,22 @@ from qat.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
-from qat.training.loop.evaluation import split_output, to_device
+from qat.training.loop.evaluation import to_device
+from qat.training.model import split_output
+from qat.training.run.folder import Json
 
 IMAGES = 16  # for the errors of layers and for histograms
-ANSWERS = 5000  # validation images whose answers are compared with the float model's, at most
-WORST, BINS, COSTS = 6, 128, ("name", "weight_bits", "activation_bits")
+ANSWERS = 5000  # at most, validation images whose answers are compared with the float model's
+WORST = 6  # layers with histograms
+BINS = 128
+COSTS = ("name", "weight_bits", "activation_bits")
 
 
 def analyse(
     model: nn.Module, float_model: nn.Module, data: Data, device: torch.device, layers: Iterable[LayerDifference]
-) -> dict[str, Any]:
-    """Everything that `analysis.json` holds; the models are on the device and keep their modes and statistics."""
-    first: Any = next(iter(data.calibration(1)))
-    images = to_device(first, device, channels_last=False)[0][:IMAGES]
+) -> Json:
+    """Return the content of analysis.json; models keep their modes and statistics."""
+    images = to_device(next(iter(data.calibration(1))), device, channels_last=False)[0][:IMAGES]
     inferred, example = evaluation_copy(model), images[:1].cpu()  # without auxiliary classifiers
     errors = layer_errors(inferred, images.cpu())
     worst = sorted((each for each in errors if each.local is not None), key=lambda each: each.local or 0)[:WORST]
@@ -50,10 +52,10 @@ def analyse(
 
 
 def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[str, float]:
-    """How far the running statistics of each BatchNorm are from those of eight training batches.
+    """Return the distance of running statistics from those of eight training batches.
 
-    The mean over channels of |running mean - mean| / deviation, and of |log2(running variance / variance)|, whichever
-    is larger: 0 if evaluation normalises as training did.
+    It is the mean over channels of |running mean - mean| / deviation, or of |log2(running variance / variance)|,
+    whichever is larger, for each BatchNorm: 0 if evaluation normalises as training did.
     """
     norms = {name: each for name, each in model.named_modules() if each in batch_norms(model)}
     kept = copied_statistics(model)
@@ -73,18 +75,18 @@ def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[s
     return lag
 
 
-def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[dict[str, Any]]:
-    """For each of these layers how its weight, before and after, and its input lie on their grids, in steps."""
-    seen: dict[Quantizer, dict[str, Any]] = {}
+def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[Json]:
+    """Return histograms of weights, before and after, and inputs, in steps of grids."""
+    seen: dict[Quantizer, Json] = {}
     inputs: dict[str, Quantizer] = {}
 
-    def note(quantizer: Any, args: tuple[Any, ...], y: Tensor) -> None:
+    def note(quantizer: Quantizer, args: tuple[Tensor, ...], y: Tensor) -> None:
         if quantizer not in seen and quantizer.uniform and quantizer.exportable and not quantizer.passes:
             x, _ = sampled_activation(quantizer, args[0], y)
             scale, zero_point = quantizer.grid(x)
             seen[quantizer] = histogram(x / scale + zero_point, quantizer)
 
-    def note_input(name: str, layer: Any, args: Any, kwargs: Any, y: Any) -> None:
+    def note_input(name: str, layer: nn.Module, args: object, kwargs: dict[str, Quantizer], y: object) -> None:
         quantizer = kwargs.get("input_quantizer") or getattr(layer, "input_quantizer", None)
         if quantizer is not None:
             inputs[name] = quantizer
@@ -99,7 +101,7 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
     before, weights = dict(float_model.named_parameters()), dict(weights_of(model))
     found = []
     for name in names:
-        row: dict[str, Any] = {"layer": name, "input": seen.get(inputs[name]) if name in inputs else None}
+        row: Json = {"layer": name, "input": seen.get(inputs[name]) if name in inputs else None}
         each = weights.get(name)
         if each is not None and each.is_known and each.quantizer.uniform and each.quantizer.exportable:
             scale, zero_point = (value.detach() for value in each.quantizer.grid(each.rows()))
@@ -112,8 +114,8 @@ def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: 
     return found
 
 
-def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Shares of values in equal bins, in steps of the grid, whose ends are `qmin` and `qmax`; `like` gives the bins."""
+def histogram(steps: Tensor, quantizer: Quantizer, like: Json | None = None) -> Json:
+    """Return shares of values in equal bins, in steps of the grid."""
     qmin, qmax = quantizer.bounds()
     reach = (qmax - qmin) * 0.25 + 1
     low, high = max(float(steps.min()), qmin - reach), min(float(steps.max()), qmax + reach)
@@ -126,8 +128,8 @@ def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None =
 
 
 @torch.no_grad()
-def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> dict[str, Any]:
-    """Count how often each answer became another one: rows of truth, answer before, answer now, images."""
+def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> Json:
+    """Count changed answers: rows of truth, answer before, answer now, images."""
     changes: Counter[tuple[int, int, int]] = Counter()
     count = 0
     with evaluating(model), evaluating(float_model):

@@ -1,4 +1,4 @@
-"""Every figure of a report, in its order, as a function from a run to a figure; None where the run has nothing for it.
+"""Figures of a report: functions from a run to a figure, or None without data.
 
 The page shows each function's docstring: the figure's title, and how a healthy one looks.
 """
@@ -8,31 +8,29 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from qat.contexts import warnings_ignored
-from qat.training.report.findings import AT_FLOOR, LAG
-from qat.training.report.run import ReportedRun
+from qat.training.report.findings import AT_FLOOR, LAG, Points, ReportedRun
 from qat.training.run.folder import EVALUATION, SENSITIVITY
 from qat.training.run.report import ROWS, deviation_of, results_by_row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAMED = 5  # curves with a name of their own in a figure of many
 MOVED = 0.01  # scales that have moved less have no name
 FEW_LEVELS = 33  # grids of at most so many integers are drawn line by line
-
-
+# Foreground and background; in the SVG the page's own colours replace them, light or dark.
 INK, FAINT = "#010203", "#d0d1d2"
-"""Lines and text, and what lies behind; the SVG takes the page's own colours for them, light or dark."""
-
+# Visible on white and on black.
 COLOURS = ("#3b82f6", "#f59e0b", "#10b981", "#a855f7", "#06b6d4", "#84cc16", "#ec4899", "#78716c")
-"""Seen on white and on black."""
-
 SICK, QUIET = "#ef4444", "#94a3b8"
-
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.5,
     "axes.axisbelow": True, "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7,
@@ -54,52 +52,54 @@ def can_draw() -> bool:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """A context in which matplotlib draws in this style."""
+    """Let matplotlib draw in this style."""
     import matplotlib
 
-    style: Any = STYLE
-    with matplotlib.rc_context(style), warnings_ignored(category=UserWarning):  # letters that its font lacks
+    with matplotlib.rc_context(STYLE), warnings_ignored(category=UserWarning):  # of letters that its font lacks
         yield
 
 
-def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **options: Any) -> tuple[Any, Any]:
-    """A figure of so many axes, each row of this height in inches, and the axes as an array."""
+def panels(
+    rows: int = 1, columns: int = 1, height: float = 2.6, sharey: bool = False
+) -> "tuple[Figure, np.ndarray[Any, Any]]":
+    """Return a figure and its axes as an array, each row of this height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, rows * height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey)
 
 
-def panel(height: float = 2.6) -> tuple[Any, Any]:
+def panel(height: float = 2.6) -> "tuple[Figure, Axes]":
     figure, axes = panels(height=height)
     return figure, axes[0][0]
 
 
-def rendered(figure: Any) -> tuple[str, Image.Image]:
-    """The figure as an SVG element for a page, and as a picture on white, each drawn and laid out once."""
+def rendered(figure: "Figure") -> tuple[str, Image.Image]:
+    """Return the figure as an SVG element for a page, and as a picture on white."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    figure.canvas.draw()
-    picture = Image.fromarray(np.array(figure.canvas.buffer_rgba()))
-    figure.set_layout_engine("none")
-    stream, canvas = io.StringIO(), FigureCanvasSVG(figure)
-    canvas.print_svg(stream, metadata={"Date": None})  # type: ignore[no-untyped-call]
+    canvas: Any = figure.canvas  # of Agg, see `panels`
+    canvas.draw()
+    picture = Image.fromarray(np.array(canvas.buffer_rgba()))
+    figure.set_layout_engine("none")  # the SVG keeps the layout of the picture, which took most of the time
+    stream = io.StringIO()
+    FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})  # type: ignore[no-untyped-call]
     text = METADATA.sub("", stream.getvalue()[stream.getvalue().index("<svg") :])
     text = SIZE.sub("", text, count=2).replace(INK, "currentColor").replace(FAINT, "var(--faint)")
     return text, Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
 
 
-def name_axis(axes: Any, names: list[str], most: int = 60) -> None:
-    """Names below a figure with a bar for each; of many, some."""
-    step = 1 + len(names) // most
+def name_axis(axes: "Axes", names: list[str]) -> None:
+    """Write the names of bars below a figure, at most about 60 of them."""
+    step = 1 + len(names) // 60
     axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=6)
     axes.set_xlim(-0.7, len(names) - 0.3)
 
 
-def heat(figure: Any, axes: Any, rows: dict[str, list[tuple[int, float]]], label: str, most: float) -> None:
-    """Curves as rows of colours, one for each tensor, over the steps that all share."""
+def heat(figure: "Figure", axes: "Axes", rows: dict[str, Points], label: str, most: float) -> None:
+    """Draw curves as rows of colours over their common steps."""
     steps = sorted({step for points in rows.values() for step, _ in points})
     values = np.full((len(rows), len(steps)), np.nan)
     for row, points in zip(values, rows.values(), strict=True):
@@ -117,7 +117,7 @@ def heat(figure: Any, axes: Any, rows: dict[str, list[tuple[int, float]]], label
     figure.colorbar(picture, ax=axes, fraction=0.04, extend="max" if most < 100 else "neither")
 
 
-def results(run: ReportedRun) -> Any:
+def results(run: ReportedRun) -> "Figure | None":
     """All curves
 
     Healthy: QAT begins near where float ended, and its validation loss does not jump up.
@@ -144,7 +144,7 @@ def results(run: ReportedRun) -> Any:
     return figure
 
 
-def accuracy(run: ReportedRun) -> Any:
+def accuracy(run: ReportedRun) -> "Figure | None":
     """Accuracy
 
     Healthy: QAT and every engine lie within the error bars of float (two deviations); calibration alone may lie below,
@@ -167,7 +167,7 @@ def accuracy(run: ReportedRun) -> Any:
     return figure
 
 
-def errors(run: ReportedRun) -> Any:
+def errors(run: ReportedRun) -> "Figure | None":
     """Error by layer
 
     Healthy: 30 to 45 dB at 8 bits and about 6 less for each bit, bars of one height; a single low bar is the layer to
@@ -186,7 +186,7 @@ def errors(run: ReportedRun) -> Any:
     return figure
 
 
-def sensitivity(run: ReportedRun) -> Any:
+def sensitivity(run: ReportedRun) -> "Figure | None":
     """Sensitivity
 
     Healthy: no layer alone costs more than the noise; one that does deserves more bits.
@@ -208,7 +208,7 @@ def sensitivity(run: ReportedRun) -> Any:
     return figure
 
 
-def scales(run: ReportedRun) -> Any:
+def scales(run: ReportedRun) -> "Figure | None":
     """Scales
 
     Healthy: lines leave 1 slowly and flatten out, within a factor of 2; jagged lines mean a rate that is too high, red
@@ -222,7 +222,7 @@ def scales(run: ReportedRun) -> Any:
         floor = {name for name, points in resting.items() if points[-1][1] > AT_FLOOR}
         moved = {name: abs(math.log(max(points[-1][1], 1e-6))) for name, points in curves.items()}
         far = sorted((name for name in moved if moved[name] > MOVED), key=lambda name: -moved[name])[:NAMED]
-        started = {  # where calibration put it
+        started = {  # at 1, the scale of calibration
             name: [(points[0][0] - 1, 1.0), *((step, max(value, 1 / 64)) for step, value in points)]
             for name, points in curves.items()
         }
@@ -238,7 +238,7 @@ def scales(run: ReportedRun) -> Any:
     return figure
 
 
-def _lines(axis: Any, curves: dict[str, Any], named: list[str], sick: list[str]) -> None:
+def _lines(axis: "Axes", curves: dict[str, Points], named: list[str], sick: list[str]) -> None:
     style: dict[str, Any] = {
         name: {"color": colour, "label": name} for name, colour in zip(named, COLOURS, strict=False)
     }
@@ -249,7 +249,7 @@ def _lines(axis: Any, curves: dict[str, Any], named: list[str], sick: list[str])
         axis.legend(loc="best")
 
 
-def clipping(run: ReportedRun) -> Any:
+def clipping(run: ReportedRun) -> "Figure | None":
     """Clipped values and levels used
 
     Healthy: little is clipped, near 0 at 8 bits, a few percent at 4 and fewer, and most levels are used; what clips
@@ -271,7 +271,7 @@ def clipping(run: ReportedRun) -> Any:
     return figure
 
 
-def oscillation(run: ReportedRun) -> Any:
+def oscillation(run: ReportedRun) -> "Figure | None":
     """Weights that turn round
 
     Healthy: near 0 at the end, as the learning rate is; a line that stays up is a layer whose weights jump between two
@@ -287,7 +287,7 @@ def oscillation(run: ReportedRun) -> Any:
     return figure
 
 
-def histograms(run: ReportedRun) -> Any:
+def histograms(run: ReportedRun) -> "Figure | None":
     """The six worst layers on their grids
 
     Healthy: the values (blue; orange: before QAT) fill the grid (green), little lies outside; peaks at the ends of a
@@ -316,7 +316,7 @@ def histograms(run: ReportedRun) -> Any:
     return figure
 
 
-def batch_norm(run: ReportedRun) -> Any:
+def batch_norm(run: ReportedRun) -> "Figure | None":
     """BatchNorm: running statistics against batches
 
     Healthy: all bars below 0.1; above 0.25 evaluation normalises otherwise than training did.
@@ -332,7 +332,7 @@ def batch_norm(run: ReportedRun) -> Any:
     return figure
 
 
-def integers(run: ReportedRun) -> Any:
+def integers(run: ReportedRun) -> "Figure | None":
     """Integers that differ
 
     Healthy: none, or some in a million, which are near-ties; red ones are no ties: the file is another function.
@@ -353,5 +353,5 @@ def integers(run: ReportedRun) -> Any:
 
 _ALL = (results, accuracy, errors, sensitivity, scales, clipping, oscillation, histograms, batch_norm, integers)
 
-FIGURES: dict[str, Callable[[ReportedRun], Any]] = {each.__name__: each for each in _ALL}
-"""Every figure by its name, which is that of its picture and its section too."""
+# By the names of their functions, which name their pictures and sections of the page too.
+FIGURES: dict[str, Callable[[ReportedRun], "Figure | None"]] = {each.__name__: each for each in _ALL}

@@ -1,34 +1,106 @@
-"""What stands out in a run, in sentences: each names the sign, how large it is, and what usually helps."""
+"""Files of a run, as its report reads them, and sentences about what stands out."""
 
+import json
+import logging
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypeAlias
 
-from qat.training.report.run import ReportedRun
-from qat.training.run.folder import SENSITIVITY
+from qat.training.config.file import flat, parse_yaml
+from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SENSITIVITY, SUMMARY, Json
+from qat.training.run.logging import CURVES, OF_QUANTIZERS
 from qat.training.run.report import deviation_of
 
-FAR = 2.0  # a scale that grew or shrank by more than this factor has left what calibration found
-JUMP = 0.5  # of a scale between two points of its curve, as a power of two; healthy ones move by percents
+Points: TypeAlias = list[tuple[int, float]]  # (step, value), in the order of the steps
+Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and tag ("scale/conv1.weight_quantizer")
+
+
+@dataclass
+class ReportedRun:
+    """Files of a run; what is missing is empty."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.name = self.path.resolve().name
+        self.summary, self.analysis = self.read(SUMMARY), self.read(ANALYSIS)
+
+    def read(self, file: str) -> Json:
+        """Read a JSON object from a file of the run; empty if there is none."""
+        try:
+            found = json.loads((self.path / file).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def curves(self) -> Curves:
+        """All curves, without the points that a resumed run has drawn anew."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run hides points is no news
+        found: Curves = {}
+        top = self.path / CURVES
+        for place in sorted({file.parent for file in top.glob("*/*/events.out.tfevents.*")}):
+            events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
+            for tag in events.Tags()["scalars"]:
+                points = {point.step: point.value for point in events.Scalars(tag)}  # the last one of a step counts
+                found[place.relative_to(top).as_posix(), tag] = sorted(points.items())
+        return found
+
+    @cached_property
+    def config(self) -> str:
+        file = self.path / RESOLVED_CONFIG
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    @cached_property
+    def settings(self) -> Json:
+        """The values of the resolved config by their keys, `qat.lr`."""
+        return flat(parse_yaml(self.config) or {})
+
+    def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
+        """Return the curves of a kind, such as `scale`, by quantizer, input to output."""
+        found = {
+            (run, tag.partition("/")[2]): points
+            for (run, tag), points in self.curves.items()
+            if tag.startswith(f"{OF_QUANTIZERS}{kind}/")
+        }
+        last = max((run for run, _ in found), key=lambda run: (run == "qat/train", run), default="")
+        named = {name: points for (run, name), points in found.items() if run == last}
+        order = {name: number for number, name in enumerate(self.analysis.get("order", []))}
+        weights = {"weight": True, "activation": False}.get(role)
+        return {
+            name: named[name]
+            for name in sorted(named, key=lambda name: order.get(name, len(order)))
+            if weights is None or name.endswith("weight_quantizer") == weights
+        }
+
+
+# Limits beyond which something is named.
+FAR = 2.0  # factor by which a scale has moved away from its calibration
+JUMP = 0.5  # power of two by which a scale moved between two points of its curve; healthy ones move by percents
 LAG = 0.25  # deviations; the statistics of settled BatchNorms are within 0.1 of the batches'
-CLIPPED, LEVELS, TURNING, WAITING = 0.05, 0.25, 0.05, 0.3
-"""Shares from which on clipping, few levels (8 bits), weights that turn round, and waiting for data are named."""
-
-AT_FLOOR = 0.1
-"""The share of a tensor's scales from which on it has collapsed; of many channels a few are dead in float too."""
-
-FEW_BITS = 4  # below, much is clipped, and rightly so
-HURT = 25.0  # dB: clipping that leaves more is by a level or so, as of black pixels at the end of the range
-BEHIND = 12.0  # dB below the median of all layers, which is two bits
-MOST_BITS, DB_A_BIT = 8, 6.0  # what targets compute on at most, and what each bit less costs
-SHARE = 0.1  # a layer stands out in `sensitivity` only for this share of the whole cost
+CLIPPED = 0.05  # share of the values
+LEVELS = 0.25  # share of the levels that occur, at 8 bits
+TURNING = 0.05  # share of the weights that turn round
+WAITING = 0.3  # share of the time spent waiting for data
+AT_FLOOR = 0.1  # share of a tensor's scales on their floor; of many channels, a few are dead in float too
+FEW_BITS = 4  # below this, much is clipped, and rightly so
+HURT = 25.0  # dB: with more left, clipping is by a level or so, as of black pixels at the end of the range
+BEHIND = 12.0  # dB below the median of all layers: two bits
+MOST_BITS = 8  # of a target's kernels
+DB_A_BIT = 6.0  # cost of each bit less
+SHARE = 0.1  # of the whole cost that a layer has in `sensitivity`
 RATES = ("qat.quantizer_lr_factor", "qat.quantizer_lr")
 
 
 def findings(run: ReportedRun) -> list[str]:
-    """The sentences, the gravest first; none if nothing stands out."""
+    """Return the sentences, the gravest first."""
     first = [] if run.summary else ["The run is not finished: what follows is what it has drawn so far."]
     if run.summary.get("problem"):
         first.append(f"The file is not the trained model: {run.summary['problem']}.")
@@ -132,16 +204,16 @@ def _layers(run: ReportedRun) -> Iterator[str]:
             )
 
 
-def change_of(result: dict[str, Any], row: dict[str, Any], side: str, part: str) -> tuple[float, float, bool]:
-    """Top-1 and loss of `sensitivity` against float (`only`) or the whole, and whether the loss is beyond noise."""
+def change_of(result: Json, row: Json, side: str, part: str) -> tuple[float, float, bool]:
+    """Return changes of top-1 and loss, and True if the loss exceeds noise."""
     reference, score = {"only": "float", "all_but": "baseline"}[side], row[side][part]
     top1, loss = (score[key] - result[reference][key] for key in ("top1", "loss"))
     return top1, loss, abs(loss) > score[f"noise_to_{reference}"]
 
 
-def stands_out(result: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether the model is worse with only this layer quantized and better with all but it, both beyond noise, and the
-    latter gives back at least `SHARE` of what quantization costs in all."""
+def stands_out(result: Json, row: Json) -> bool:
+    """Return True if quantizing a layer alone hurts, and sparing it alone helps."""
+    # Both beyond noise, and the latter gives back at least `SHARE` of what quantization costs in all.
     least = SHARE * (result["baseline"]["loss"] - result["float"]["loss"])
     (_, worse, alone), (_, better, without) = (change_of(result, row, side, "both") for side in ("only", "all_but"))
     return alone and without and worse > 0 and -better > max(least, 0)

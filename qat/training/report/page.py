@@ -1,10 +1,9 @@
-"""What a run shows at its end: `report.html`, a page that needs nothing else, and figures in TensorBoard."""
+"""Report of a run: report.html, a page that needs no other file, and TensorBoard."""
 
 import inspect
 import json
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -13,9 +12,8 @@ from qat.text import table
 from qat.training.config.file import dump_config, flat
 from qat.training.config.schema import RunConfig
 from qat.training.report.figures import FIGURES, can_draw, rendered, styled
-from qat.training.report.findings import findings
-from qat.training.report.run import ReportedRun
-from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, replacing
+from qat.training.report.findings import ReportedRun, findings
+from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, Json, replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
 
@@ -25,7 +23,7 @@ CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def write_report(path: Path, runs: list[ReportedRun], *, pictures: bool = False) -> list[str]:
-    """Write the page, with `pictures` also each figure as PNG beside it; return what could not be shown."""
+    """Write the page, and `pictures` of it as PNG; return what could not be shown."""
     drawn: dict[str, list[str]] = {key: [] for key in FIGURES}
     said = [] if can_draw() else [NO_MATPLOTLIB]
     for key, draw in ({} if said else FIGURES).items():
@@ -103,8 +101,8 @@ def _details(run: ReportedRun) -> str:
     )
 
 
-def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -> None:
-    """Write the report of a run, and give TensorBoard its text, its figures, and its row in the table of runs."""
+def finish(log: RunLog, config: RunConfig, summary: Json, step: int) -> None:
+    """Write the report of a run, and add its text and figures to TensorBoard."""
     if config.watch == "off":
         return
     from torch.utils.tensorboard.summary import hparams

@@ -1,1 +1,1 @@
-"""A run's files and output: folder and lock, checkpoints, weights, log, proof, report, and the exit status."""
+"""Files and output of a run: folder, checkpoints, log, proof, exit status."""

@@ -1,5 +1,4 @@
-"""Checkpoints and float weights: written atomically, read without unpickling code and with a look at their checksums,
-what they say of a model, and resuming only by the run that they belong to."""
+"""Checkpoints and float weights: atomic, without unpickled code, with checksums."""
 
 import hashlib
 import random
@@ -24,7 +23,7 @@ from qat.finetuning import EMA
 from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
-from qat.training.run.folder import replacing
+from qat.training.run.folder import Json, State, replacing
 
 FORMAT = 1  # version of the payload; `load_checkpoint` refuses others
 PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")  # the packages whose versions are kept
@@ -33,23 +32,23 @@ PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config", "evalu
 
 @dataclass
 class StageState:
-    """The state of a stage after `epoch` epochs and `step` steps of the next, without the model's."""
+    """State of a stage besides the model's, after whole epochs and some steps."""
 
-    epoch: int
-    step: int
-    meters: list[dict[str, Any]]  # the sums of that epoch, and of the steps since the last point
+    epoch: int  # whole epochs
+    step: int  # steps of the next one
+    meters: list[State]  # sums of that epoch, and of the steps since the last point
     best_top1: float
-    optimizer: dict[str, Any]
-    schedule: dict[str, Any]
-    scaler: dict[str, Any]
+    optimizer: State
+    schedule: State
+    scaler: State
     ema: dict[str, Tensor] | None
-    rng: list[dict[str, Any]]  # the generators of each rank
-    aids: dict[str, Any] = field(default_factory=dict)
-    watch: dict[str, Any] = field(default_factory=dict)
+    rng: list[State]  # the generators of each rank
+    aids: State = field(default_factory=dict)
+    watch: State = field(default_factory=dict)
 
 
-def capture_rng(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's and NumPy's generators, and of torch's on the CPU and on a CUDA device."""
+def capture_rng(device: torch.device) -> State:
+    """Return the states of the generators of Python, NumPy and torch (CPU, CUDA)."""
     known: Any = np.random.get_state()
     _, keys, *rest = known
     states = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (keys.tolist(), *rest)}
@@ -58,7 +57,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def restore_rng(states: dict[str, Any], device: torch.device) -> None:
+def restore_rng(states: State, device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
     keys, *rest = states["numpy"]
@@ -67,12 +66,12 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
+def save_checkpoint(path: Path, payload: State) -> None:
     """On rank 0, write a checkpoint atomically, with the version of its format.
 
-    The payload has tensors and plain Python values under `PAYLOAD_KEYS`: epochs (finished ones), state (the `vars` of a
-    `StageState`, or None if a run cannot resume from it), evaluation (of the weights as evaluated; None within an
-    epoch), statistics (BatchNorm's, of averaged weights, see `copied_statistics`; or None), about (see `about_model`).
+    The payload has tensors and plain Python values under `PAYLOAD_KEYS`. epochs: finished ones; state: the `vars` of a
+    `StageState`, or None if a run cannot resume from it; evaluation: of the weights as evaluated, None within an
+    epoch; statistics: BatchNorm's for averaged weights (`copied_statistics`), or None; about: see `about_model`.
     """
     assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
     if rank():
@@ -84,8 +83,8 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 RESTORE = "restore a copy of it, or start anew in another run_dir"
 
 
-def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
-    """Read a file of `save_checkpoint` onto the CPU; the sentence for a damaged one ends with the way out."""
+def load_checkpoint(path: Path, way_out: str = RESTORE) -> State:
+    """Read a checkpoint onto the CPU; `way_out` ends the sentence of a damaged one."""
     try:
         payload = read_archive(path)
     except DamagedError as error:
@@ -101,8 +100,8 @@ def load_checkpoint(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
     return payload
 
 
-def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[str, Any]) -> list[str]:
-    """A warning for each split that has other images than the checkpoint's; other classes are refused."""
+def check_same_data(payload: State, classes: list[str], contents: Json) -> list[str]:
+    """Return a warning for each split with other images; refuse other classes."""
     before, saved = payload["about"]["classes"], payload["results"]["data"]
     if before != classes:
         gone, new = sorted({*before} - {*classes}), sorted({*classes} - {*before})
@@ -118,13 +117,12 @@ def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[
     ]
 
 
-def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load the state of the checkpoint at `path`, of this payload, into a model built and prepared as then."""
+def restore_model(path: Path, payload: State, model: nn.Module) -> None:
     load_state(model, payload["model"], f"{path}: the checkpoint is of another model")
 
 
-def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load a checkpoint as evaluated: averages in place of trained weights, and BatchNorm's statistics for them."""
+def load_evaluated(path: Path, payload: State, model: nn.Module) -> None:
+    """Load a checkpoint as evaluated: averaged weights with their statistics."""
     restore_model(path, payload, model)
     averages = payload["state"] and payload["state"]["ema"]
     if averages:
@@ -136,26 +134,25 @@ def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> Non
 
 
 def save_float_weights(path: Path, model: nn.Module) -> None:
-    """On rank 0, write the state_dict atomically as safetensors; a shared tensor is written under all of its names."""
+    """On rank 0, write the state_dict atomically as safetensors."""
     if rank():
         return
-    # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
+    # Safetensors refuses views and shared memory, and simple loaders expect every name: shared tensors are copied.
     state, layout = model.state_dict(), torch.contiguous_format
     tensors = {name: torch.clone(tensor.detach().cpu(), memory_format=layout) for name, tensor in state.items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", DIGEST: state_digest(tensors)})
 
 
-DIGEST = "sha256"
-"""Key of a safetensors file's metadata, a format without checksums: the `state_digest` of what was written."""
+DIGEST = "sha256"  # key of the `state_digest` in the metadata, since safetensors has no checksums
 
 
 class DamagedError(Exception):
-    """The content of a file is not what was written; the message is part of a sentence that names the file."""
+    """Raised if a file's content is not what was written."""
 
 
-def read_archive(path: Path) -> Any:
-    """Read a file of torch.save onto the CPU, tensors and plain values only; torch.load raises many kinds of errors."""
+def read_archive(path: Path) -> object:
+    """Read tensors and plain values of a torch.save file; DamagedError if damaged."""
     if zipfile.is_zipfile(path):  # torch before 1.6 wrote no archives
         try:
             with zipfile.ZipFile(path) as archive:
@@ -169,7 +166,7 @@ def read_archive(path: Path) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file onto the CPU; its digest is checked, if it has one."""
+    """Read a safetensors file onto the CPU, and check its digest if it has one."""
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         digest = (file.metadata() or {}).get(DIGEST)
@@ -179,7 +176,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """A SHA-256 of a state_dict: every name, type, shape and byte. Files of equal digests are of one model."""
+    """Return a SHA-256 over every name, type, shape and byte of a state_dict."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         content = tensor.detach().cpu().contiguous()
@@ -188,17 +185,17 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:
-    """Load a state_dict strictly; keys and shapes that differ become one sentence that begins with `where`."""
+def load_state(model: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """Load a state_dict strictly; errors become a sentence that begins with `where`."""
     try:
         model.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # torch's message has one line for each difference
         differences = shorten(str(error).partition("\n")[2] or str(error), 300, placeholder=" ...")
         raise UserError(f"{where}: {differences}") from error
 
 
-def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
-    """Plain values: model, classes, the fields of `Preprocessing`, target, recipe as in the config, versions."""
+def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> Json:
+    """Return model, classes, preprocessing, target, recipe, versions: plain values."""
     kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
     return {
         "model": config.model.name,
@@ -210,8 +207,8 @@ def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocess
     }
 
 
-def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
-    """The preprocessing that `about_model` noted; ValueError if it is incomplete."""
+def preprocessing_of(about: Json) -> Preprocessing:
+    """Return the preprocessing noted by `about_model`; ValueError if incomplete."""
     try:
         kept = {field.name: about[field.name] for field in fields(Preprocessing)}
         mean, std = (tuple(float(value) for value in kept[name]) for name in ("mean", "std"))
@@ -220,8 +217,8 @@ def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
         raise ValueError(f"what it says of the preprocessing is incomplete ({error})") from None
 
 
-def export_metadata(about: dict[str, Any], results: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """For `qat.export_onnx(metadata=...)`: `about`, the stages' accuracies, the epoch, and `state_digest`."""
+def export_metadata(about: Json, results: Json, model: nn.Module) -> Json:
+    """Return metadata for `qat.export_onnx`: about, accuracies, epoch and digest."""
     stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
     known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}
     return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model.state_dict())}

@@ -1,4 +1,4 @@
-"""The end of a command: one sentence on standard error, and the exit status that a shell expects."""
+"""End of a command: a sentence on standard error, and the exit status."""
 
 import signal
 import sys
@@ -17,15 +17,14 @@ from qat.training.ranks import is_first_to_fail
 
 HOW_TO_RESUME = "resume=auto goes on from the last checkpoint"
 
+# Sent by schedulers and closing terminals. They end a run like Ctrl-C, but in training only after a checkpoint.
 ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1", "SIGHUP")]
-"""Signals from schedulers and closing terminals: they end a run like Ctrl-C, but in training after a checkpoint."""
-
-_deferred: list[list[int]] = []  # the lists of `signals_deferred`, while it lasts
-EX_SOFTWARE = 70  # the status for bugs of the program, which are shown with their traceback (sysexits.h)
+_deferred: list[list[int]] = []  # one list for each active `signals_deferred`
+EX_SOFTWARE = 70  # sysexits.h: a bug of the program, shown with its traceback
 
 
 class SignalledError(KeyboardInterrupt):
-    """One of `ENDING_SIGNALS` as an exception; it unwinds the program as Ctrl-C does."""
+    """One of `ENDING_SIGNALS`, raised to unwind the program as Ctrl-C does."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -33,11 +32,11 @@ class SignalledError(KeyboardInterrupt):
 
 
 def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
-    """Run a program, and turn errors and signals into a sentence and an exit status.
+    """Run a program, and turn errors and signals into a sentence and a status.
 
-    It is the program's own, 2 for what the user can fix (a config, a disk, memory), 70 for a bug of the program, and
-    128 plus the signal if the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1. `way_on` is for
-    the interrupted. Of many ranks, only the first that fails has its sentence shown.
+    The status is the program's own if it returns, 2 for what the user can fix (a config, a disk, memory), 70 for a bug
+    of the program, and 128 plus the signal if the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM, 138 for
+    SIGUSR1. `way_on` ends the sentence of an interrupted run. Of many ranks, only the first that fails prints.
     """
     resume = f"; {way_on}" if way_on else ""
     try:
@@ -67,8 +66,7 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
 
 
 def is_memory_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory is short, here or in a loader process; torch has a type for CUDA's alone."""
-    words = ("DefaultCPUAllocator", "DataLoader worker (pid")
+    words = ("DefaultCPUAllocator", "DataLoader worker (pid")  # torch has an exception type for CUDA only
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
@@ -82,7 +80,7 @@ def _signals_raised() -> Iterator[None]:
         if _deferred:
             _deferred[-1].append(number)
             return
-        for each in mine:
+        for each in mine:  # a second signal would interrupt the cleaning up
             signal.signal(each, signal.SIG_IGN)
         raise SignalledError(number)
 
@@ -97,7 +95,7 @@ def _signals_raised() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred() -> Iterator[list[int]]:
-    """A context in which `ENDING_SIGNALS` end nothing: they join the list, and the block ends where it is ready to."""
+    """Collect `ENDING_SIGNALS` in the yielded list instead of raising them."""
     _deferred.append([])
     try:
         yield _deferred[-1]

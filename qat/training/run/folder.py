@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, its lock, and its files, written atomically."""
+"""Folder of a run: its choice, its lock, and its files, written atomically."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
@@ -26,6 +26,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("qat")
+Json: TypeAlias = dict[str, Any]  # an object of a JSON file: plain values
+State: TypeAlias = dict[str, Any]  # tensors and plain values, as in a checkpoint
 RUNS = Path("runs")  # parent of the default run folders, relative to the current folder
 LAST_CHECKPOINT = "last.pt"
 BEST_CHECKPOINT = "best.pt"  # the weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model
@@ -33,44 +35,40 @@ RESOLVED_CONFIG = "config.yaml"  # the config with all defaults, written at the 
 FLOAT_WEIGHTS = "float.safetensors"
 LAYERS = "layers.txt"
 MODEL = "model.onnx"
-REPORT, PICTURES, RESULTS, ANALYSIS = "report.html", "figures", "results.png", "analysis.json"
-"""The report, its figures as PNG and that of all curves, and what the report shows besides curves and results."""
+REPORT = "report.html"
+PICTURES = "figures"  # those of the report as PNG
+RESULTS = "results.png"
+ANALYSIS = "analysis.json"  # what the report shows besides curves and results
+SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"  # measured by these verbs
+SUMMARY = "summary.json"  # written at the very end, and removed by a run that goes on: it marks a finished run
 
-SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"
-"""What the verbs `sensitivity`, `evaluate` and `benchmark` have measured."""
-
-SUMMARY = "summary.json"
-"""Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
-
+# Keys that may differ when a run is resumed: they say where and how fast it trains, not what. `check_same_data`
+# compares the images in data.root.
 KEYS_FREE_ON_RESUME = (
     "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
     "checkpoint_every", "watch", "integer_forward", "data.root", "data.workers", "data.download",
     "data.eval_batch_size",
 )  # fmt: skip
-"""Keys that may differ when a run is resumed, since they say where and how fast, and not what is trained. The images in
-data.root are compared by `check_same_data`."""
-
-EPOCHS = "qat.epochs"  # this key may grow when a run is resumed: the run then trains on
+EPOCHS = "qat.epochs"  # may grow when a run is resumed: the run then trains on
 LOCK = ".lock"  # the locked file in a run folder; a run that ends normally removes it
-_held: "dict[str, RunLock]" = {}
-"""The locks of this process, by real path, because the system's locks only separate processes, not threads."""
+_held: "dict[str, RunLock]" = {}  # by real path: the system's locks separate processes, not threads
 _guard = threading.Lock()
 
 
 class FolderInUseError(UserError):
-    """Another run writes into the folder."""
+    """Raised if another run writes into the folder."""
 
 
 class RunLock:
-    """The right to write into a folder, held from construction to `release`; FolderInUseError if another has it."""
+    """Exclusive right to write into a folder; FolderInUseError if another has it."""
 
-    # A POSIX lock (`lockf`), which loader processes, that survive a killed parent for seconds, do not inherit; they
-    # would inherit that of the library filelock (`flock`).
+    # A POSIX lock (`lockf`) is not inherited by loader processes, which survive a killed parent for seconds. That of
+    # the library filelock (`flock`) would be.
 
     def __init__(self, folder: Path) -> None:
         if fcntl is None:
             raise UserError(f"{folder}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL")
-        self.folder = folder.absolute()  # whatever a chdir or a link changes later
+        self.folder = folder.absolute()  # a user's code may chdir
         self.path, self._key = self.folder / LOCK, os.path.realpath(folder)
         with _guard:
             if self._key in _held or not self._is_locked():
@@ -78,11 +76,11 @@ class RunLock:
                 raise FolderInUseError(f"{self.folder}: {what}")
             _held[self._key] = self
 
-    def _is_locked(self) -> bool:  # False if another process has the file
+    def _is_locked(self) -> bool:
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        except (BlockingIOError, PermissionError):  # another process has it
             os.close(self.descriptor)
             return False
         except OSError as error:
@@ -93,14 +91,12 @@ class RunLock:
         return self._is_locked()
 
     def is_there(self) -> bool:
-        """Whether the locked file is still the one in the folder."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
         except OSError:
             return False
 
     def release(self) -> None:
-        """Release the lock; further calls do nothing."""
         with _guard:
             if _held.get(self._key) is self:
                 del _held[self._key]
@@ -111,8 +107,8 @@ class RunLock:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse to write into a folder that is no longer the one that this process locked."""
-    for lock in list(_held.values()):  # compared by name, because a link may lead elsewhere by now
+    """Refuse to write into a folder that was moved or replaced since it was locked."""
+    for lock in list(_held.values()):  # compared by name: a link may lead elsewhere by now
         if lock.folder in (folder.absolute(), *folder.absolute().parents) and not lock.is_there():
             raise UserError(
                 f"{lock.folder}: the run folder or its {LOCK} was moved, deleted or replaced while the run wrote there;"
@@ -121,7 +117,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """On rank 0, write a text file as UTF-8, atomically: whenever the process ends, it has the old text or the new."""
+    """On rank 0, write a text file as UTF-8, atomically."""
     if rank() == 0:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -129,7 +125,6 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file of the run atomically; see `atomic_write`."""
     check_folder(path.parent)
     try:
         # One name for all runs: what a killed run leaves is replaced by the next.
@@ -149,11 +144,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run; a context manager that releases the lock at the end."""
+    """Folder of a run; as a context manager it releases the lock at the end."""
 
-    path: Path  # of a locked one absolute: a user may chdir
+    path: Path  # absolute if locked
     checkpoint: Path | None
-    finished: int | None = None  # the exit status of the finished run in it
+    finished: int | None = None  # exit status of a finished run in it
     lock: RunLock | None = field(default=None, compare=False)
 
     def __enter__(self) -> "RunFolder":
@@ -165,10 +160,11 @@ class RunFolder:
 
 
 def open_run_folder(config: RunConfig) -> RunFolder:
-    """Create or find the folder of a run: `config.run_dir`, or by default runs/<name>, runs/<name>-2 and so on.
+    """Create or find the folder of a run.
 
-    With `resume: auto`, the run continues in the given folder, or by default in the one with the highest number, if it
-    has a last.pt. If there is none, a new run starts; if the run is finished, there is nothing to do.
+    It is `config.run_dir`, or by default runs/<name>, runs/<name>-2 and so on. With `resume: auto`, the run continues
+    in the given folder, or by default in the one with the highest number, if it has a last.pt. If there is none, a new
+    run starts; if the run is finished, there is nothing to do.
     """
     if config.run_dir is None and (config.name in ("", "..") or Path(config.name).name != config.name):
         raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
@@ -184,12 +180,13 @@ def open_run_folder(config: RunConfig) -> RunFolder:
 
 
 def goes_on(config: RunConfig) -> bool:
-    """Whether a run with this config has a last.pt to go on from, and so needs no float weights from elsewhere."""
+    """Return True if a run with this config has a last.pt to go on from."""
     if config.resume != "auto":
         return False
     given = config.run_dir and Path(os.path.expanduser(config.run_dir))
     path = given or _newest_run(_numbered_folders(config.name))
-    return path is not None and os.path.isfile(path / LAST_CHECKPOINT)  # os.path: False, no error, without permission
+    # Without permission, os.path.isfile is False where Path.is_file raises.
+    return path is not None and os.path.isfile(path / LAST_CHECKPOINT)
 
 
 def _newest_run(numbers: dict[int, Path]) -> Path | None:
@@ -227,9 +224,9 @@ def _checkpoint(path: Path, config: RunConfig) -> Path | None:
 
 
 def _nothing_trained(path: Path, resume: bool) -> bool:
-    # A folder that is empty, or holds only what a start leaves that ended before its first last.pt: a run may start
-    # there again, with another config too. Files of others, trained weights and a finished run are never touched; what
-    # calibration made, without training, is made again only by a run that resumes.
+    # True for a folder that is empty, or holds only what a start leaves that ended before its first last.pt. A run may
+    # start there again, with another config too. Files of others, trained weights and a finished run are never touched.
+    # What calibration made without training is made again only by a run that resumes.
     names = {entry.name for entry in path.iterdir() if entry.name[0] != "."}
     file = path / RESOLVED_CONFIG
     if RESOLVED_CONFIG not in names or not file.read_text(encoding="utf-8").startswith(f"# {NULLS}"):
@@ -246,7 +243,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
 
 def _finished(path: Path, config: RunConfig) -> int | None:
     summary = read_summary(path)
-    if summary is None:  # the run repeats its end
+    if summary is None:  # the run did not reach its end, which is repeated
         return None
     saved = load_config(str(path / RESOLVED_CONFIG))
     check_same_config(path / RESOLVED_CONFIG, saved.model_dump(mode="json"), config)
@@ -257,8 +254,8 @@ def _finished(path: Path, config: RunConfig) -> int | None:
     return int(summary.get("exit_status", 0))
 
 
-def read_summary(path: Path) -> dict[str, Any] | None:
-    """The summary of the finished run in a folder; None if it is missing or truncated."""
+def read_summary(path: Path) -> Json | None:
+    """Return the summary of a finished run; None if it is missing or truncated."""
     try:
         summary = json.loads((path / SUMMARY).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -266,8 +263,8 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: Collection[str] = ()) -> None:
-    """Refuse another config than `saved`, but for keys free on resume and stages `ahead`; epochs may grow."""
+def check_same_config(path: Path, saved: Json, config: RunConfig, ahead: Collection[str] = ()) -> None:
+    """Refuse a config that would train something else than `saved` did."""
     before, now = flat(saved), flat(config.model_dump(mode="json"))
     free = tuple(f"{key}." for key in (*KEYS_FREE_ON_RESUME, *ahead))
     for key in dict.fromkeys((*now, *before)):
@@ -296,5 +293,5 @@ def _next_folder(config: RunConfig, number: int) -> RunFolder:
         try:
             path.mkdir()
             return _locked(path, config)
-        except (FileExistsError, FolderInUseError):
+        except (FileExistsError, FolderInUseError):  # a run that starts at the same time took it
             number += 1

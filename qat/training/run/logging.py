@@ -1,4 +1,4 @@
-"""A run's output: TensorBoard curves, grouped; lines and tables on standard output, progress bars on the terminal."""
+"""Output of a run: TensorBoard curves, lines on standard output, progress bars."""
 
 import re
 import sys
@@ -13,15 +13,12 @@ from tqdm import tqdm
 from qat.analysis.table import quantizers_in_order
 from qat.collectives import rank
 
-CURVES = "curves"
-"""The folder of TensorBoard's files in a run folder: a folder for each stage and split, so that one chart has all."""
-
-OF_QUANTIZERS = "quantizer_"
-"""How the headings of quantizers' curves begin, so that TensorBoard shows loss and accuracy before them."""
+CURVES = "curves"  # TensorBoard's files, in a folder for each stage and split, so that one chart has all of them
+OF_QUANTIZERS = "quantizer_"  # prefix of quantizers' curves: TensorBoard then sorts loss and accuracy before them
 
 
 class RunLog:
-    """The curves and the text of a run. Of many ranks, the first writes; it goes on alone at the end."""
+    """Curves and text of a run. Of many ranks, only the first writes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.writes = folder, rank() == 0
@@ -37,11 +34,11 @@ class RunLog:
         self._writers.clear()
 
     def begin(self, stage: str, step: int) -> None:
-        """Say where the curves of a stage begin, before its first point; what an earlier start drew is hidden."""
+        """Set the first step of a stage's curves; points of an earlier start are hidden."""
         self._first.setdefault(stage, step)
 
     def scalars(self, stage: str, split: str, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each curve of a stage, on `train` or `val`; curves of one name share a chart."""
+        """Add a point to each curve of a stage and a split (`train` or `val`)."""
         if self.writes and values:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -51,7 +48,7 @@ class RunLog:
             writer.flush()  # a run that is killed goes on from last.pt, and so must its curves
 
     def writer(self, run: str = "", first: int | None = None) -> Any:
-        """torch's SummaryWriter of a run in TensorBoard; "" for what is of no stage."""
+        """Return torch's SummaryWriter of a stage and split; "" for the whole run."""
         if run not in self._writers:
             from torch.utils.tensorboard import SummaryWriter  # late, since TensorBoard takes time
 
@@ -59,13 +56,12 @@ class RunLog:
         return self._writers[run]
 
     def say(self, text: str) -> None:
-        """Print text on standard output, above a progress bar if there is one."""
         if self.writes:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
 
-HEADINGS = {
+HEADINGS = {  # kinds of quantizer curves, and the titles of their charts
     "scale": "scales, 1 at the start",
     "sqnr": "error, dB",
     "clipped_high": "share clipped above",
@@ -74,14 +70,13 @@ HEADINGS = {
     "oscillating": "share of weights that turn round",
     "gradient": "gradient of scales",
 }
-"""The curves that are grouped, and the titles of their charts."""
-
 COMMON = ("loss", "top1", "lr", "images_per_second", "data_wait", "memory_mb")
-TOGETHER, WORST = 12, 10  # most curves of a chart, and how many tensors the chart of the worst has
+TOGETHER = 12  # curves in a chart, at most
+WORST = 10  # curves in the chart of the worst tensors
 
 
 def add_layout(log: RunLog, model: nn.Module, statistics: dict[str, dict[str, float]]) -> None:
-    """Group the curves of a calibrated model's quantizers for the page Custom Scalars."""
+    """Group the curves of a model's quantizers for the page Custom Scalars."""
     worst = sorted(statistics, key=lambda name: statistics[name]["sqnr"])[:WORST]
 
     def one_of(kind: str, names: list[str]) -> str:
@@ -101,7 +96,7 @@ def add_layout(log: RunLog, model: nn.Module, statistics: dict[str, dict[str, fl
 
 
 def stages_of(names: list[str]) -> dict[str, list[str]]:
-    """The names by the part of the network that they are in, at most twelve a group, in their order.
+    """Group names by their part of the network, at most twelve a group, in order.
 
     >>> names = ["conv1_quantizer", "layer1.0.conv1_quantizer", "layer1.0.conv2_quantizer", "layer2.0.conv1_quantizer"]
     >>> stages_of(names)["layer1"]
@@ -118,11 +113,11 @@ def stages_of(names: list[str]) -> dict[str, list[str]]:
 
 
 def on_terminal() -> bool:
-    """Whether standard error is a terminal, where the first rank can draw a bar."""
+    """Return True if this is the first rank, with a terminal as standard error."""
     return sys.stderr.isatty() and rank() == 0
 
 
 def progress_bar(batches: Iterable[Any], description: str | None) -> "tqdm[Any]":
-    """Iterate with a bar on the terminal, if there is a description; a context manager, so that errors clear it too."""
-    hidden = description is None or not on_terminal()  # a log has a line for every epoch
+    """Iterate with a bar on the terminal; as a context manager, errors clear it too."""
+    hidden = description is None or not on_terminal()  # in a file, the line of each epoch is enough
     return tqdm(batches, desc=description, disable=hidden, unit="batch", leave=False, dynamic_ncols=True)

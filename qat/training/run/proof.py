@@ -1,5 +1,4 @@
-"""The export at the end of a run and its proof: a comparison of the file with the model, with exact products and in the
-runtime's default session."""
+"""Export at the end of a run, and its proof against the model."""
 
 import logging
 import math
@@ -8,7 +7,6 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -29,15 +27,16 @@ from qat.export.ties import allowed_of
 from qat.quantizer.training import scales_at_minimum
 from qat.text import table
 from qat.training.config.schema import RunConfig
+from qat.training.data.loaders import Batch
 from qat.training.errors import UserError
 from qat.training.run.exit_status import is_memory_shortage
-from qat.training.run.folder import replacing
+from qat.training.run.folder import Json, replacing
 from qat.training.run.logging import RunLog
 
 logger = logging.getLogger("qat")
 
 FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
-MOST_DIFFERING = 3  # number of layers for which the summary gives the number of differing integers
+MOST_DIFFERING = 3  # layers in the summary, with their counts of differing integers
 
 WAYS_OUT = (
     "exact are a session with session.x64quantprecision=1 in its options, and a model that cannot saturate"
@@ -47,22 +46,22 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of the comparison, with exact products."""
+    """Results of the comparison, with exact products."""
 
-    results: dict[str, Any]
+    results: Json
     layers: list[LayerDifference]
     saturation: list[Saturation]
-    differences: Differences | None = None  # what is behind predictions that differ, if too few are equal
-    collapsed: frozenset[str] = frozenset()  # the quantizers of activations whose scale rests on its floor
+    differences: Differences | None = None  # causes of differing predictions, if too few are equal
+    collapsed: frozenset[str] = frozenset()  # quantizers of activations whose scale rests on its floor
 
     def problems(self) -> list[str]:
-        """The reasons why the proof fails, as parts of one sentence; empty if it does not."""
+        """Return the reasons why the proof fails, as parts of one sentence."""
         found = []
         shares = {
             "of its predictions are the torch model's": self.results["agreement"],
             "of its answers have values that are the torch model's": self.results["close"],
         }
-        few = [f"{100 * share:.2f} % {what}" for what, share in shares.items() if not share >= MIN_AGREEMENT]
+        few = [f"{100 * share:.2f} % {what}" for what, share in shares.items() if not share >= MIN_AGREEMENT]  # or NaN
         if few and not (self.differences and self.differences.explained):
             found.append(f"only {few[0]}, and near-ties of rounding do not explain the others ({self._largest_gap()})")
         wrong = [layer.name for layer in self.layers if layer.largest > 1]
@@ -83,7 +82,7 @@ class Proof:
         return problems and f"{problems}; do not deploy it: docs/run_folder.md says what now (Exit status 1)"
 
     def warnings(self) -> list[str]:
-        """What a run that passes has to say all the same."""
+        """Return warnings to print although the proof holds."""
         differences = self.differences
         if differences is None or self.results["agreement"] >= MIN_AGREEMENT or self.problems():
             return []
@@ -117,7 +116,7 @@ class Proof:
         return lines
 
     def saturation_table(self) -> str:
-        """The table for layers.txt of the layers that may saturate in 16-bit sums."""
+        """Return the table for layers.txt of layers that may saturate in 16-bit sums."""
         layers = self.results["saturation"]["layers"]
         if not layers:
             return "sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session"
@@ -128,11 +127,8 @@ class Proof:
         return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
 
 
-def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
-    """Compare the file of `export_onnx` with the model: predictions on all batches, integers on the first.
-
-    If too few predictions or values are right, `qat.export.explain_differences` looks for the reason.
-    """
+def prove(path: Path, model: fx.GraphModule, batches: Iterable[Batch]) -> Proof:
+    """Compare predictions on all batches, integers on the first; explain differences."""
     try:
         needs_option()
     except RuntimeError as error:
@@ -158,7 +154,7 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
 
 def onnx_results(
     found: Verification, layers: list[LayerDifference], operators: Mapping[str, int], size: int, sums: list[Saturation]
-) -> dict[str, Any]:
+) -> Json:
     channels = [len(each.channels) for each in sums]
     return {
         **session_results(found, layers),
@@ -168,7 +164,7 @@ def onnx_results(
     }
 
 
-def session_results(found: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
+def session_results(found: Verification, layers: list[LayerDifference]) -> Json:
     return {
         "top1": found.onnx_top1,
         "agreement": found.agreement,
@@ -178,7 +174,7 @@ def session_results(found: Verification, layers: list[LayerDifference]) -> dict[
     }
 
 
-def _integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
+def _integers_results(layers: list[LayerDifference]) -> Json:
     most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
     return {
         "compared": len(layers),
@@ -188,7 +184,7 @@ def _integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
     }
 
 
-def _answers(found: dict[str, Any]) -> str:
+def _answers(found: Json) -> str:
     top1 = "" if found["top1"] is None else f"val top1 {found['top1']:.2f} %, "
     integers = "{differing:,} of {elements:,} integers differ over {compared} layers".format(**found["layers"])
     return f"{top1}{100 * found['agreement']:.2f} % equal predictions; {integers}"
@@ -198,15 +194,15 @@ def export_and_prove(
     model: fx.GraphModule,
     path: Path,
     example: Tensor,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     config: RunConfig,
-    metadata: Mapping[str, Any],
+    metadata: Json,
     log: RunLog,
 ) -> Proof:
-    """Write the model, run it over the batches, and compare predictions and integers.
+    """Write the model, run it over the batches, and compare it with the file.
 
     With `export.exact_sums: auto`, if predictions differ and ONNX Runtime adds integers, a second file adds in float32
-    as torch does; it takes the first one's place if more of its predictions are the model's.
+    as torch does. It replaces the first one if more of its predictions are the model's.
     """
     wanted = config.export.exact_sums
     with replacing(path) as temporary:
@@ -232,11 +228,11 @@ def export_and_prove(
 
 
 def _write(
-    model: fx.GraphModule, path: Path, example: Tensor, metadata: Mapping[str, Any], exact_sums: bool, config: RunConfig
+    model: fx.GraphModule, path: Path, example: Tensor, metadata: Json, exact_sums: bool, config: RunConfig
 ) -> None:
-    options: dict[str, Any] = {"exact_sums": exact_sums, "packed": config.export.packed, "opset": config.export.opset}
+    packed, opset = config.export.packed, config.export.opset
     try:
-        qat.export_onnx(model, path, example, metadata=metadata, **options)
+        qat.export_onnx(model, path, example, metadata=metadata, exact_sums=exact_sums, packed=packed, opset=opset)
     except Exception as error:  # the exporter has its own types
         if isinstance(error, OSError) or is_memory_shortage(error):
             raise

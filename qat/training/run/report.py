@@ -1,11 +1,10 @@
-"""The report at the end of a run: summary.json and a small table on the terminal."""
+"""Report at the end of a run: summary.json, and a table on the terminal."""
 
 import json
 import math
 import platform
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,9 +12,9 @@ from qat.export.onnxruntime.session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig
-from qat.training.run.folder import write_text
+from qat.training.run.folder import Json, write_text
 
-ROWS = {
+ROWS = {  # keys of the results (nested keys after a dot), and their names in the table, in its order
     "float": "float",
     "float_finetune": "float, fine-tuned as QAT",
     "calibrated": "calibrated (PTQ)",
@@ -23,13 +22,10 @@ ROWS = {
     "onnx": "ONNX Runtime, integers",
     "onnx.default_session": "ONNX Runtime, default session",
 }
-"""Keys of the results (nested keys after a dot) and their names in the table, in its order."""
 
 
-def write_summary(
-    path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
-) -> dict[str, Any]:
-    """Write summary.json: results, what is needed to reproduce them, and the exit status; `problem` is "" if proven."""
+def write_summary(path: Path, config: RunConfig, about: Json, results: Json, seconds: float, problem: str) -> Json:
+    """Write summary.json; `problem` says why the proof failed, "" if it holds."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     summary = {
@@ -56,10 +52,10 @@ def write_summary(
     return summary
 
 
-def report_lines(summary: dict[str, Any]) -> list[str]:
-    """What a run says at its end of its summary: the table, and what has to be known to read it."""
+def report_lines(summary: Json) -> list[str]:
+    """Return the lines that a run prints of its summary: table, noise, versions."""
     lines = [*table(table_rows(summary), numbers=True), ""]
-    if "val_images" in summary:  # benchmarks/results has summaries without
+    if "val_images" in summary:  # old summaries in benchmarks/results have none
         lines.append(noise_of(summary["qat"]["top1"], summary["val_images"]))
     threads = summary["machine"]["threads"]
     time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
@@ -76,7 +72,9 @@ def noise_of(top1: float, images: int) -> str:
 
 
 def deviation_of(top1: float, images: int) -> float:
-    """Two standard deviations of an accuracy in percent; near 0 and 100 the rule of three, 3 in n.
+    """Return two standard deviations of an accuracy in percent.
+
+    Near 0 and 100, where this falls to 0, it is the rule of three: 3 in n.
 
     >>> round(deviation_of(90, 1000), 2), deviation_of(100, 40)
     (1.9, 7.5)
@@ -84,7 +82,7 @@ def deviation_of(top1: float, images: int) -> float:
     return max(2 * math.sqrt(top1 * (100 - top1) / images), 300 / images)
 
 
-def table_rows(results: dict[str, Any]) -> list[list[str]]:
+def table_rows(results: Json) -> list[list[str]]:
     rows = [["model", "top1 %", "size", "agreement"]]
     for key, result in results_by_row(results).items():
         size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
@@ -99,16 +97,16 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def results_by_row(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def results_by_row(summary: Json) -> dict[str, Json]:
     nested = summary.get("onnx", {}).get("default_session")
     found = {**summary, "onnx.default_session": nested}
     return {key: found[key] for key in ROWS if found.get(key)}
 
 
-def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
-    """Which weights are exported, and which of an earlier export they replace.
+def describe_choice(now: Json, before: Json) -> str:
+    """Say which weights are exported, and which earlier export they replace.
 
-    Both are sections `qat` of summary.json; `before` is empty if nothing was exported.
+    Both arguments are `qat` sections of summary.json; `before` is empty if nothing was exported.
 
     >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
     >>> describe_choice(three, {})

@@ -1,8 +1,11 @@
-"""The stages of a run: each trains or computes, writes its result, and is skipped by a run that had finished it."""
+"""Stages of a run, from the float model to the proof; or only their cost and time."""
 
+import itertools
 import json
+import tempfile
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from timeit import timeit
 
 import torch
 from torch import fx, nn
@@ -10,58 +13,66 @@ from torch import fx, nn
 import qat
 from qat.analysis.state import float_state_dict
 from qat.calibration import Step
-from qat.collectives import rank
+from qat.collectives import rank, rank_count
 from qat.export import LayerDifference
+from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, Loader
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop import stage as stages
-from qat.training.loop.advice import warnings_about
 from qat.training.loop.aids import build_distillation, build_mixing
-from qat.training.loop.engine import train_stage
-from qat.training.loop.evaluation import Evaluation, evaluate
+from qat.training.loop.engine import Training, train_stage
+from qat.training.loop.evaluation import Evaluation, evaluate, warnings_about
 from qat.training.loop.metrics import looking
-from qat.training.loop.preparation import prepare_model
 from qat.training.loop.stage import StageRun, rate_key
-from qat.training.model import load_float_weights
+from qat.training.model import load_float_weights, prepare_model
 from qat.training.ranks import from_first
 from qat.training.report.analysis import analyse
 from qat.training.run import checkpoint
 from qat.training.run.checkpoint import StageState, load_checkpoint
-from qat.training.run.folder import ANALYSIS, BEST_CHECKPOINT, FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder, write_text
+from qat.training.run.folder import (
+    ANALYSIS,
+    BEST_CHECKPOINT,
+    FLOAT_WEIGHTS,
+    LAYERS,
+    MODEL,
+    Json,
+    RunFolder,
+    State,
+    write_text,
+)
 from qat.training.run.logging import RunLog, add_layout
 from qat.training.run.proof import export_and_prove
 from qat.training.run.report import describe_choice
 
-HOW_IT_TRAINS = (
+HOW_IT_TRAINS = (  # explains the table of `qat.explain` to a reader of layers.txt
     "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"
     " in float32 on the same grids, by torch's own operations. Both are the same function, which is exported."
 )
-"""What a reader of layers.txt needs for `qat.explain`'s table."""
 
 
 @dataclass
 class Stages:
-    """The stages of a run. Each writes its result; a resumed run skips the stages that it had finished."""
+    """Stages of a run; a resumed run skips those that it had finished."""
 
     config: RunConfig
     data: Data
     device: torch.device
-    prepared: dict[str, nn.Module]  # the model on the grids of each stage, as it was prepared at the start of the run
+    prepared: dict[str, nn.Module]  # by stage: the model on its grids, as prepared at the start of the run
     log: RunLog
     folder: RunFolder
-    before: dict[str, Any]  # the summary of the finished run that this one goes on with; empty if there is none
-    resumed: dict[str, Any] | None
-    results: dict[str, Any]
-    about: dict[str, Any]
+    before: Json  # summary of the finished run that is extended; else empty
+    resumed: State | None  # payload of the checkpoint
+    results: Json
+    about: Json
     steps: int = 0
     qat_epochs: int = 0
     compared: list[LayerDifference] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.order = list(stages.stages_of(self.config))  # the names of the stages that train
-        self.first_on_grids = self.order[2]
-        self.float_weights = self.folder.path / FLOAT_WEIGHTS  # which QAT starts from
+        self.order = list(stages.stages_of(self.config))
+        self.first_on_grids = next(iter(stages.progressive_stages(self.config.qat)), "qat")
+        self.float_weights = self.folder.path / FLOAT_WEIGHTS  # QAT starts from these
 
     def float_baseline(self, model: nn.Module) -> None:
         """Train the float model, or use it as loaded; QAT starts from its weights."""
@@ -75,16 +86,16 @@ class Stages:
             self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
 
     def float_finetune(self, model: nn.Module) -> None:
-        """Fine-tune the float model with QAT's settings and all of its epochs, for a fair comparison."""
+        """Fine-tune the float model as QAT does, for a fair comparison."""
         if not self._is_finished("float_finetune"):
             load_float_weights(model, self.float_weights, self.config.model.name)
         self._train("float_finetune", model)
 
     def quantized(self, model: nn.Module) -> nn.Module:
-        """Give the prepared model the float weights, log what stays float, and write the table of layers."""
+        """Return the prepared model with float weights; write its table of layers."""
         prepared = self._on_grids("qat", self.config, model)
         layers = qat.summary(prepared)
-        if not self._has_begun("qat"):  # otherwise the file already shows what was learned
+        if not self._has_begun("qat"):  # else the file already shows learned ranges
             write_text(self.folder.path / LAYERS, layers + "\n")
         lines = layers.splitlines()
         end = lines.index("")
@@ -93,11 +104,11 @@ class Stages:
         return prepared
 
     def calibrate(self, model: nn.Module) -> None:
-        """Set the activation ranges from training images, and evaluate the calibrated model."""
+        """Set the activation ranges from training images, and evaluate the model."""
         if self._has_begun(self.first_on_grids):
             return
         with value_errors_reported():
-            own = self.config.float.epochs == 0
+            own = self.config.float.epochs == 0  # ranges that the user's own layers have learned stay
             qat.calibrate(model, self._sample(alone=True), only_missing=own, steps=self._steps())
         self._write_layers(model)
         self.log.begin(self.first_on_grids, self.steps)
@@ -110,7 +121,7 @@ class Stages:
             add_layout(self.log, model, statistics)
 
     def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
-        """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
+        """Train on the grids of `qat.progressive` in turn, each from the last weights."""
         trained: nn.Module | None = None
         for name, stage in stages.progressive_stages(self.config.qat).items():
             on_grids = model
@@ -125,7 +136,7 @@ class Stages:
 
     def _on_grids(self, name: str, config: RunConfig, float_model: nn.Module) -> nn.Module:
         prepared = self.prepared.pop(name)
-        # What a resumed run has prepared had other weights than the run's, and so its ranges.
+        # A resumed run prepared its model with other weights than the run's, and so with other ranges.
         if self.resumed or prepared.load_state_dict(float_model.state_dict(), strict=False).unexpected_keys:
             prepared = prepare_model(float_model, config, self.data.image_shape)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
@@ -139,12 +150,12 @@ class Stages:
             qat.calibrate(model, self._sample(alone=True), steps=self._steps() if trained is None else [])
 
     def qat(self, model: nn.Module) -> None:
-        """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
+        """Fine-tune with quantization, choose the epoch, and write the table of layers."""
         self._train("qat", model)
         self._write_layers(model)
 
     def export(self, model: nn.Module) -> str:
-        """Write and prove model.onnx; return why the proof failed, "" if it holds, or if nothing is exported."""
+        """Write and prove model.onnx; return why the proof failed, or ""."""
         if not self.config.export.onnx:
             if (self.folder.path / MODEL).exists():
                 self.warn([f"{MODEL} is of an earlier export: export.onnx is false"])
@@ -205,7 +216,7 @@ class Stages:
             mixing=build_mixing(stage, classes), about=self.about,
         )  # fmt: skip
         evaluation = train_stage(run, state)
-        choice: dict[str, Any] = {}
+        choice: Json = {}
         if name == "qat":
             epoch, evaluation = choose_weights(run, evaluation)
             choice = {"weights": self.config.export.weights, "epoch": epoch}
@@ -228,7 +239,7 @@ class Stages:
 
 
 def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
-    """At the end of QAT, load the best epoch if `export.weights` says so; return the epoch and its evaluation."""
+    """Load the epoch that `export.weights` names; return it with its evaluation."""
     path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
     if run.config.export.weights == "last" or epochs == 0:
         return epochs, last
@@ -239,3 +250,63 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
         return epochs, last
     checkpoint.load_evaluated(path, payload, run.model)
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
+
+
+TIMED = 3  # timed steps of a stage, after one that warms up
+
+
+def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module, prepared: nn.Module) -> None:
+    """Print the layers, their cost, and the time of a run, from a few real steps."""
+    if rank_count() > 1:
+        raise UserError("--dry-run: is for one process; start it without torchrun")
+    if len(data.train) == 0:
+        raise UserError(f"data.batch_size: {config.data.batch_size} leaves no whole training batch; reduce it")
+    print(qat.summary(prepared), end="\n\n")
+    rows = qat.cost(prepared, torch.zeros(1, *data.image_shape))
+    head = ["layer", "MACs", "weight bits", "input bits", "weight bytes", "BOPs"]
+    cells = [[row.name, *(f"{value:,}" for value in (*row[1:], row.bops))] for row in rows]
+    print(*table([head, *cells], numbers=True), sep="\n")
+    macs, bops, size = (sum(getattr(row, key) for row in rows) for key in ("macs", "bops", "weight_bytes"))
+    print(f"\none image: {macs / 1e9:.3f} G MACs; {bops / 1e9:,.1f} G bit operations (MACs * bits * bits)")
+    whole = sum(each.numel() * each.element_size() for each in model.parameters())
+    print(f"weights: {size / 1e6:.2f} MB at their bits; the float model has {whole / 1e6:.2f} MB", flush=True)
+    with value_errors_reported():
+        qat.calibrate(prepared.to(device), data.calibration(1))
+    epochs = stages.float_counterpart(config.qat).epochs  # of all stages on grids
+    float_epochs = config.float.epochs + epochs * config.float_finetune
+    seconds, layout = 0.0, torch.channels_last if config.channels_last else torch.preserve_format
+    with tempfile.TemporaryDirectory(prefix="qat_dry_run_") as name:
+        folder = Path(name)
+        checkpoint.save_float_weights(folder / FLOAT_WEIGHTS, model)  # the run's own model may be the teacher
+        kinds = (("float", model, config.float, float_epochs), ("qat", prepared, config.qat, epochs))
+        for stage, each, settings, count in kinds:
+            if count:
+                teacher = build_distillation(config, settings, len(data.classes), folder / FLOAT_WEIGHTS, device)
+                run = StageRun(
+                    stage, settings, config, each.to(device).to(memory_format=layout), data.train, data.val, device,
+                    RunLog(folder), folder, distillation=teacher,
+                )  # fmt: skip
+                one = _seconds_of_epoch(run)
+                seconds += count * one
+                print(f"{stage}: {count} epochs of about {one:.3g} s, by {TIMED} steps on {device}", flush=True)
+    print(f"about {seconds / 60:.1f} min in all; calibration, export and proof besides")
+
+
+def _seconds_of_epoch(run: StageRun) -> float:
+    training, val = Training(run), [next(iter(run.val))]
+    training.aids.student.train()
+    batches = itertools.chain.from_iterable(itertools.repeat(run.train))  # over as many epochs as it takes
+
+    def step() -> None:
+        training.aids.before_step(0.0)
+        group = [training.on_device(next(batches)) for _ in range(run.stage.accumulate)]
+        training.step(group)[0].tolist()  # waits for the device
+
+    def validate() -> None:
+        evaluate(run.model, val, run.device, channels_last=run.config.channels_last)
+
+    step()  # compiles and allocates
+    steps = timeit(step, number=TIMED) / TIMED * run.steps_per_epoch
+    training.aids.before_evaluation()
+    validate()
+    return steps + timeit(validate, number=1) * len(run.val)

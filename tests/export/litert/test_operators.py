@@ -19,7 +19,7 @@ from qat.export.litert.firmware import quantized_multiplier
 from qat.export.litert.products import headroom
 from qat.training.config.file import load_config
 from qat.training.errors import UserError
-from qat.training.loop.preparation import prepare_model
+from qat.training.model import prepare_model
 from tests.export.litert.test_litert import EXACT, NETS, Lambda, check_operators, operators, prepared, trained
 from tests.references.prepared_case import Plain
 
