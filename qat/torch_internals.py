@@ -322,9 +322,11 @@ def size_conditions(exported: Any, count: int, watching: str) -> list[str]:
     return list(dict.fromkeys(conditions))
 
 
-def size_checker(condition: str) -> Callable[[list[torch.Size]], bool]:
+def size_checker(condition: str) -> Callable[[list[tuple[int, ...] | None]], bool]:
     """Return a condition of `size_conditions` as a function of the shapes."""
-    return cast("Callable[[list[torch.Size]], bool]", eval(f"lambda s: {condition}", {"torch": torch, "math": math}))
+    return cast(
+        "Callable[[list[tuple[int, ...] | None]], bool]", eval(f"lambda s: {condition}", {"torch": torch, "math": math})
+    )
 
 
 # ---- what tracing replaces ----

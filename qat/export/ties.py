@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from qat.export.onnxruntime.verification import LayerComparison
 from qat.inputs import Batch, Inputs, as_batches
 from qat.integers.following import LayerDifference
 
+B = TypeVar("B", bound=Batch)
 Fused = Callable[[Inputs, list[Tensor]], list[LayerDifference]]
 """Function from inputs, and the answers while all integers are read, to layers that differ while none is read."""
 
@@ -97,8 +99,8 @@ def explain_differences(
 
 
 def explained(
-    batches: Iterable[Batch],
-    answer: Callable[[Batch], tuple[Inputs, Pair]],
+    batches: Iterable[B],
+    answer: Callable[[B], tuple[Inputs, Pair]],
     follow: Follow,
     enough: int | None = None,
     levels: int | None = None,

@@ -15,8 +15,7 @@ Shapes = list[tuple[int, ...] | None]
 
 @functools.lru_cache(maxsize=256)
 def _checker(conditions: tuple[str, ...]) -> Callable[[Shapes], bool]:
-    checker: Callable[[Shapes], bool] = size_checker(f"({' and '.join(f'({each})' for each in conditions)})")
-    return checker
+    return size_checker(f"({' and '.join(f'({each})' for each in conditions)})")
 
 
 def first_broken(conditions: Sequence[str], tensors: Sequence[Tensor | None]) -> str | None:
