@@ -26,8 +26,7 @@ import qat
 from benchmarks.kept import RESULTS, kept, table
 from benchmarks.speed_rows import facts_of_run
 from qat.codes.evaluating import on_device
-from qat.codes.evaluation.merging import merged
-from qat.codes.evaluation.program import integer_program
+from qat.codes.evaluation.program import integer_program, merged
 from qat.integers.evaluation import evaluation_copy
 from qat.kernels import dispatch, plain_formulas
 

@@ -21,7 +21,7 @@ def atomic_write(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         yield temporary
         temporary.chmod(mode)  # as the umask has it: safetensors writes files for their owner alone
         with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the new name: a crash must not leave an empty file under it
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

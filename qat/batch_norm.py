@@ -45,15 +45,18 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
         with evaluating(model):
             for norm in norms:
                 norm.reset_running_stats()
-                norm.momentum = None  # the plain average of all batches
+                norm.momentum = None  # in torch: the plain average of all batches
                 norm.train()
             for batch in given:
                 count += 1
                 run_batch("reestimate_batch_norm", model, inputs_and_labels("reestimate_batch_norm", batch)[0])
         if not any(of_all_ranks(count > 0)):
             raise ValueError("reestimate_batch_norm: batches is empty; at least one batch is needed")
-        if rank_count() > 1:
-            _average_over_ranks(norms)
+        for norm in norms if rank_count() > 1 else ():
+            mine = norm.num_batches_tracked.clone()  # batches of this rank that reached it
+            norm.num_batches_tracked.copy_(summed(mine))
+            for average in (norm.running_mean, norm.running_var):
+                average.copy_(summed(average * mine) / norm.num_batches_tracked.clamp(min=1))
     except BaseException:
         for norm, _, statistics in before:
             restore_statistics(norm, statistics)
@@ -63,17 +66,9 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
             norm.momentum = momentum
         reshard(model)  # an optimizer may be created next
     unreached = [each for each in before if not int(each[0].num_batches_tracked)]
-    for norm, _, statistics in unreached:
+    for norm, _, statistics in unreached:  # such as auxiliary classifiers, which only run in training
         restore_statistics(norm, statistics)
     return len(norms) - len(unreached)
-
-
-def _average_over_ranks(norms: list[Any]) -> None:
-    for norm in norms:
-        mine = norm.num_batches_tracked.clone()  # batches of this rank that reached it
-        norm.num_batches_tracked.copy_(summed(mine))
-        for average in (norm.running_mean, norm.running_var):
-            average.copy_(summed(average * mine) / norm.num_batches_tracked.clamp(min=1))
 
 
 def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
@@ -97,7 +92,7 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
     for norm in norms:
         if frozen:
             norm.eval()
-            norm.train = partial(_stay_in_evaluation, norm)
+            norm.train = partial(_stay_in_evaluation, norm)  # on the instance: it also marks a frozen one
         else:
             del norm.train
             norm.train(model.training)
@@ -126,8 +121,9 @@ def sync_batch_norm(model: nn.Module) -> int:
     expect_model(sync_batch_norm, model)
     norms = batch_norms(model) + batch_norms(model, frozen=True)
     for norm in norms:
+        # The class changes and the module stays, so that optimizers and hooks keep it.
         norm.__class__ = CUDASyncBatchNorm if norm.running_mean.is_cuda else SyncBatchNorm
-        norm.process_group = None
+        norm.process_group = None  # torch's class reads it; None is all ranks
     return len(norms)
 
 
@@ -159,7 +155,7 @@ class SyncBatchNorm(AnyBatchNorm):
         mean = summed(x.sum(axes)) / n
         centred = x - mean.view(shape)
         var = summed(centred.square().sum(axes)) / n
-        self._follow(mean.detach(), var.detach() * n / (n - 1))
+        self._follow(mean.detach(), var.detach() * n / (n - 1))  # running variances are unbiased, as in torch
         y = centred * (var + self.eps).rsqrt().view(shape)
         return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
 

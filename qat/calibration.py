@@ -92,7 +92,7 @@ def calibrate(
         only_missing = only_missing and not any(step.before_ranges for step in steps)
         if not traced_parts(model):
             raise ValueError("calibrate: steps work on the graphs of qat.prepare, and this model has none")
-        given = list(itertools.islice(given, limit))
+        given = list(itertools.islice(given, limit))  # steps read them many times
     quantizers = {
         name: module
         for name, module in model.named_modules()
@@ -126,7 +126,7 @@ def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None
     if not steps:
         return
     original = copy.deepcopy(model)
-    for step in steps if rank() == 0 else ():
+    for step in steps if rank() == 0 else ():  # the others take its result below
         began = time.perf_counter()
         with this_rank_alone():
             done = step.run(model, original, batches)
@@ -136,11 +136,12 @@ def _take(model: nn.Module, batches: Iterable[Batch], steps: list[Step]) -> None
 
 @contextmanager
 def _unchanged_on_error(model: nn.Module, weights: bool) -> Iterator[None]:
+    # Without steps only quantizers change: no copy of all weights is needed.
     changed = [model] if weights else [module for module in model.modules() if isinstance(module, Quantizer)]
     states = [copy.deepcopy(module.state_dict()) for module in changed]
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         for module, state in zip(changed, states, strict=True):
             module.load_state_dict(state)
         raise
@@ -153,7 +154,7 @@ def _observe(
     batches: Iterable[Batch],
     limit: int | None,
 ) -> dict[str, RangeObserver]:
-    turns = itertools.count()
+    turns = itertools.count()  # shared, so that each observer knows its place in the order of execution
     observers = {name: RangeObserver(turns) for name in quantizers}
     try:
         for name, quantizer in quantizers.items():

@@ -39,7 +39,7 @@ def largest(*mine: int) -> list[int]:
     """Return the maximum over the ranks, for each number; they go through the CPU."""
     if rank_count() == 1:
         return [*mine]
-    numbers = torch.tensor(mine)
+    numbers = torch.tensor(mine)  # on the CPU: a GPU would have to be waited for
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
 
@@ -94,7 +94,7 @@ class SumFunction(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         total = x.detach().clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total)  # in place
         return total
 
     @staticmethod

@@ -25,7 +25,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
-        for module, flag in flags:
+        for module, flag in flags:  # not train(flag), which would set children too
             module.training = flag
 
 
@@ -34,10 +34,8 @@ R = TypeVar("R")
 
 
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run without the autocast and inference mode of its caller.
-
-    They would change ranges, files and parameters.
-    """
+    """Let a function run without the autocast and inference mode of its caller."""
+    # They would change ranges, files and parameters.
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,7 +55,7 @@ def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, Arguments]]:
     calls: dict[Any, Arguments] = {}
 
     def note(called: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        calls.setdefault(called, (args, kwargs))
+        calls.setdefault(called, (args, kwargs))  # later calls are ignored
 
     with ExitStack() as hooks:
         for module in modules:

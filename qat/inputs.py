@@ -55,17 +55,14 @@ def call_given(model: nn.Module, examples: Examples) -> Any:
     given, args = dict(examples), list[Any]()
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in given:
-            break
+            break  # after a gap, names are needed
         one = given.pop(parameter.name)
         args += one if parameter.kind is parameter.VAR_POSITIONAL else [one]
     return model(*args, **given)
 
 
 def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Examples:
-    """Return example inputs by argument name, on the model's device.
-
-    Raises a ValueError if forward does not take them.
-    """
+    """Return example inputs by argument name; ValueError if forward takes others."""
     try:
         return bind_arguments(model, *as_arguments(moved_to(model_device(model), example_inputs)))
     except (TypeError, NotImplementedError) as error:  # the latter for inputs on the meta device
@@ -73,10 +70,7 @@ def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Exampl
 
 
 def bind_arguments(model: nn.Module, args: tuple[object, ...], kwargs: Examples) -> Examples:
-    """Return arguments by name, those of **kwargs by their own.
-
-    Raises a TypeError if forward does not take them.
-    """
+    """Return arguments by name; TypeError if forward does not take them."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     found = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
@@ -101,10 +95,7 @@ def as_batches(function: Callable[..., object], model: nn.Module, batches: Itera
 
 
 def expect_model(function: Any, model: object, given: Mapping[str, object] | None = None) -> None:
-    """Raise a TypeError if the `model` of a public function is no model.
-
-    Other arguments `given` are checked by `check_types`.
-    """
+    """Raise a TypeError if `model` is no model; `check_types` for others `given`."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"{function.__name__}: model must be a torch.nn.Module, got {kind}")
@@ -135,7 +126,7 @@ def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
             f"{caller}: a batch must be a tensor, (inputs, labels), or a mapping of keyword arguments, got"
             f" {described(batch)}"
         )
-    inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
+    inputs, labels = batch[0], batch[1] if len(batch) > 1 else None  # further items are ignored
     return (list(inputs) if _is_detection(inputs, labels) else inputs), labels
 
 

@@ -55,7 +55,7 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
             return _load(Path(os.path.expanduser(path)), float_model)
     except UserError as error:
         sentence = str(error)
-    raise ValueError(f"load: {sentence}")
+    raise ValueError(f"load: {sentence}")  # outside of the handler, so that no trainer's traceback is shown
 
 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
@@ -94,7 +94,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
             f"{file}: its model is your own, '{config.model.name}', and no code is imported because a file names it;"
             " pass the float model, qat.load(path, float_model=...)"
         )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay
         if float_model is None:
             model = build_model(config.model, len(about["classes"]), with_weights=False)
         else:

@@ -73,7 +73,7 @@ def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Te
             scale = torch.maximum(scale, low / spec.qmin)
     else:
         scale = (high - low) / (spec.qmax - spec.qmin)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # all values are zero
     if spec.symmetric:
         # In float32, high / (high / qmax) can exceed qmax by a bit, which would mask the gradient of the extreme value.
         over = high / scale > spec.qmax
@@ -91,6 +91,7 @@ def _minmax(values: Tensor) -> tuple[Tensor, Tensor]:
 def _percentile(values: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
     # Not torch.quantile, which refuses more than 16 million elements.
     count = values.shape[1]
+    # A Fraction of the decimal digits: in floats, 99.9 / 100 * 1000 is above 999.
     rank = min(max(math.ceil(Fraction(str(percentile)) * count / 100), 1), count)
     high = values.kthvalue(rank, dim=1).values
     low = values.kthvalue(count - rank + 1, dim=1).values
@@ -123,7 +124,7 @@ def _least_squares(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         share = torch.full_like(low, step / _MSE_CANDIDATES)
         scale, zero = (part[:, None] for part in scale_and_zero_point(low * share, high * share, spec))
         error = _squared_error(values, scale, zero, spec)
-        better = error < best
+        better = error < best  # of equal errors the wider range, which came first
         best = torch.where(better, error, best)
         best_share = torch.where(better, share, best_share)
     return low * best_share, high * best_share

@@ -103,6 +103,7 @@ class QuantRecipe:
         object.__setattr__(self, "overrides", _with_text_keys(self.overrides))
         for pattern in self.overrides:
             _check_override(pattern, self.overrides[pattern])
+        # Grids that the target refuses fail here, before any model is prepared.
         everywhere = LayerRecipe(self.weight, self.activation)
         self._check_target(everywhere, "QuantRecipe")
         for name in ("first_bits", "last_bits", "residual_bits"):
@@ -160,7 +161,7 @@ class QuantRecipe:
         if pattern.startswith(TYPE_PREFIX):
             class_name = kind.__name__ if isinstance(kind, type) else kind
             return class_name is not None and fnmatchcase(class_name, pattern.removeprefix(TYPE_PREFIX))
-        steps = name.split(".")
+        steps = name.split(".")  # a pattern may match any module around the layer
         return any(fnmatchcase(".".join(steps[:depth]), pattern) for depth in range(1, len(steps) + 1))
 
     def _apply(self, layer: LayerRecipe, pattern: str) -> LayerRecipe:
@@ -184,10 +185,7 @@ class QuantRecipe:
 
 
 def grid_refusal(profile: TargetProfile, role: Role, spec: QuantSpec) -> str | None:
-    """Return why a target does not run a grid, or None.
-
-    The sentence says what to use instead. The library itself cannot fold affine weights.
-    """
+    """Return why a target does not run a grid, and what to use instead, or None."""
     if role == "weight" and not spec.symmetric:
         rule = " and rule='lsq'" if spec.rule == "lsq_plus" else ""
         return f"an affine weight has no exact BatchNorm folding; use symmetric=True{rule}"
@@ -274,7 +272,7 @@ class ScopedRecipe:
         """Return the grids of a layer of the graph."""
         position: Position | None = None
         if name and name in (self.first, self.last):
-            alone = self.first == self.last  # then first_bits wins, if it is set
+            alone = self.first == self.last  # the only layer is both: first_bits wins, if it is set
             position = "first" if name == self.first and not (alone and self.recipe.first_bits is None) else "last"
         return self.recipe.for_layer(self.full_name(name), kind, position)
 

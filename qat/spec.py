@@ -98,11 +98,12 @@ class QuantSpec:
         most = self.max_magnitude
         if most is not None and most < 1:
             raise ValueError(f"QuantSpec: max_magnitude must be a whole number of at least 1 or None, got {most!r}")
-        if self.narrow_range and self.signed is False:
+        if self.narrow_range and self.signed is False:  # signed may be open
             raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
         signed = self.signed is not False
         low = int(self.narrow_range is True) - 2 ** (bits - 1) if signed else 0
         high = 2 ** (bits - int(signed)) - 1
+        # The dataclass is frozen.
         object.__setattr__(self, "qmin", low if most is None else max(low, -most))
         object.__setattr__(self, "qmax", high if most is None else min(high, most))
 

@@ -99,7 +99,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
 def switched(quantizers: list[Quantizer], disabled: bool) -> ExitStack:
     """Switch quantizers; the context's end puts every one back."""
     undo = ExitStack()
-    for quantizer in quantizers:
+    for quantizer in quantizers:  # the present state is restored, which an outer switch may have set
         undo.callback(setattr, quantizer, "is_disabled", quantizer.is_disabled)
         quantizer.is_disabled = disabled
     return undo
@@ -133,10 +133,7 @@ def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, acti
 
 
 def named_quantizers(model: nn.Module) -> Iterator[tuple[str, str | None, list[Quantizer]]]:
-    """Yield (name, name of float class, quantizers) of layers and of quantizers.
-
-    Those of a layer's inputs are included.
-    """
+    """Yield (name, name of float class, quantizers) of layers and of quantizers."""
     handed = _handed(model)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Quantizer):
@@ -154,6 +151,6 @@ def _handed(model: nn.Module) -> dict[nn.Module, list[Quantizer]]:
             layer = submodule_of(part, node)
             given = [node.kwargs.get(key) for key in QUANTIZER_ARGUMENTS] if isinstance(layer, QuantLayer) else []
             handed = [part.get_submodule(str(each.target)) for each in given if isinstance(each, fx.Node)]
-            if layer is not None:
+            if layer is not None:  # the graph hands quantizers of tensors to the layers that read them
                 found.setdefault(layer, []).extend(each for each in handed if isinstance(each, Quantizer))
     return found

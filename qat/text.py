@@ -59,7 +59,7 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callabl
     >>> did_you_mean("ema", ["lsq", "pact"])
     ''
     """
-    originals = {name.lower(): name for name in known}
+    originals = {name.lower(): name for name in known}  # compared without case, shown as they are
     found = [repr(shown(originals[match])) for match in get_close_matches(word.lower(), originals, count)]
     return f"did you mean {' or '.join(found)}?" if found else ""
 
@@ -91,14 +91,8 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "None",
-    Mapping: "a mapping",
-}
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "None"}
+WORDS[Mapping] = "a mapping"
 UNIONS = (Union, UnionType)
 
 
@@ -123,7 +117,7 @@ def _fits(value: object, hint: Any) -> bool:
         return isinstance(value, str) and value in inner
     if origin in UNIONS:
         return any(_fits(value, each) for each in inner)
-    if isinstance(value, bool) or origin is Any:
+    if isinstance(value, bool) or origin is Any:  # Python's bool is an int
         return origin in (bool, Any)
     if origin not in (tuple, frozenset, Mapping) or not isinstance(value, origin):
         return isinstance(value, Real if origin is float else origin)

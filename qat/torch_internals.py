@@ -1,4 +1,4 @@
-"""Everything that this library takes from torch's private parts, each under a name that says what it is for.
+"""All that this library takes from torch's private parts, under clear names.
 
 A private name may change with any release of torch, so no other file uses one. tests/house/test_torch_internals.py
 counts them, and says in a sentence what is missing if torch changes or removes one of these.
@@ -8,12 +8,12 @@ import importlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,14 +40,14 @@ __all__ = [
     "pytree",
 ]
 
-Patchable = tuple[Any, str]
+Patchable: TypeAlias = tuple[object, str]
 """A module or class of torch, and the name in it that tracing replaces."""
 
 # ---- what watches torch's operations ----
 
 
 def operations_are_watched() -> bool:
-    """Whether something other than autograd sees every operation: torch.func, forward mode, a mode, a trace.
+    """Return True if torch.func, forward mode, a mode or a trace sees every operation.
 
     `torch.device(...)` as a context does not count: it is a mode, but only says where new tensors go.
     """
@@ -68,7 +68,7 @@ def _a_mode_sees_functions() -> bool:
 
 
 def load_dynamo() -> None:
-    """Import torch.compile's tracer, which notes at its import which functions are Python's own."""
+    """Import torch.compile's tracer, which notes which functions are Python's own."""
     importlib.import_module("torch._dynamo")
 
 
@@ -76,14 +76,14 @@ def load_dynamo() -> None:
 
 
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b.T of two float32 matrices, by oneDNN; an AttributeError or RuntimeError if this torch lacks it."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-    return y
+    """Return a @ b.T of float32 matrices, by oneDNN, if this torch has it."""
+    # Without it, an AttributeError or a RuntimeError.
+    return cast("Tensor", torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
 
 
 def product_of_bytes(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of two int8 matrices in int32; on CUDA of more than 16 rows, and other sizes that are multiples of 8."""
-    return torch._int_mm(a, b)
+    """Return a @ b of int8 matrices in int32; CUDA has conditions on their sizes."""
+    return torch._int_mm(a, b)  # on CUDA of more than 16 rows, and other sizes that are multiples of 8
 
 
 NEAREST_EXACT_OPERATORS = torch.ops.aten._upsample_nearest_exact1d, torch.ops.aten._upsample_nearest_exact2d
@@ -93,13 +93,13 @@ CUDNN_RECURRENT_OPERATOR = torch.ops.aten._cudnn_rnn
 CPU_ATTENTION_OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def writes_to_arguments(operator: Any) -> bool:
-    """Whether an operator (an overload, as a TorchDispatchMode sees it) works in place or has an `out`."""
+def writes_to_arguments(operator: torch._ops.OpOverload) -> bool:
+    """Return True if an operator works in place or has an `out`."""
     return bool(operator._schema.is_mutable)
 
 
 def decomposed_operators() -> Any:
-    """`torch.ops.quantized_decomposed`, which an import defines, with a warning of torch's own."""
+    """Return `torch.ops.quantized_decomposed`, whose import warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch.ao.quantization.fx._decomposed")
@@ -110,18 +110,17 @@ def decomposed_operators() -> Any:
 
 
 def storage_id(x: Tensor) -> int:
-    """A number for the memory that a tensor looks at: views share it, and unlike an address it tells meta tensors
-    apart."""
-    return int(x.untyped_storage()._cdata)
+    """Return a number for a tensor's memory, which views share and meta tensors have."""
+    return int(x.untyped_storage()._cdata)  # unlike an address, it tells meta tensors apart
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was written to in place."""
+    """Return how often a tensor was written to in place."""
     return x._version
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """`version_of` many tensors, quickly."""
+    """Return `version_of` many tensors, quickly."""
     return [*map(attrgetter("_version"), tensors)]
 
 
@@ -129,75 +128,76 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dict in which torch keeps a module's children: live, shared ones under each of their names, None included."""
+    """Return torch's live dict of a module's children, shared and None included."""
     return module._modules
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict in which torch keeps a module's own parameters: live, None included."""
+    """Return torch's live dict of a module's own parameters, None included."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict in which torch keeps a module's own buffers: live, None included."""
+    """Return torch's live dict of a module's own buffers, None included."""
     return module._buffers
 
 
 BUFFERS = "_buffers"
-"""The attribute that holds this dict."""
+"""Attribute that holds this dict."""
 
 
 def unsaved_buffers_of(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that are not part of its state dict: live."""
+    """Return the live set of names of a module's buffers outside its state dict."""
     return module._non_persistent_buffers_set
 
 
 FORWARD_HOOKS = "_forward_hooks"
-"""The attribute that holds those for behind forward."""
+"""Attribute that holds the hooks behind forward."""
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a hook waits for this module to be called."""
+    """Return True if a hook waits for this module to be called."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a hook waits for the gradients of this module's inputs or outputs."""
+    """Return True if a hook waits for gradients of this module's inputs or outputs."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The dicts in which torch keeps a module's forward and backward hooks: live."""
+def hooks_of(module: nn.Module) -> tuple[dict[int, Callable[..., object]], ...]:
+    """Return torch's live dicts of a module's forward and backward hooks."""
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def weight_names_of(module: nn.RNNBase) -> list[list[str]]:
-    """The names of a recurrent layer's weights and biases, a list for every layer and direction."""
+    """Return names of a recurrent layer's weights and biases, by layer and direction."""
     return module._all_weights
 
 
 def output_padding_of(module: Any, x: Tensor, output_size: list[int] | None) -> list[int]:
-    """What a transposed convolution adds to one side of its result, to get the size that its caller asks for."""
+    """Return what a transposed convolution adds to one side to get `output_size`."""
     found: list[int] = module._output_padding(
         x, output_size, module.stride, module.padding, module.kernel_size, len(module.kernel_size), module.dilation
     )
     return found
 
 
-def layer_versions(state: Any) -> Any:
-    """The layers' versions in a state dict, by which they understand weights of older versions; None without any."""
+def layer_versions(state: object) -> Any:
+    """Return the layers' versions in a state dict, which older weights need, or None."""
     return getattr(state, "_metadata", None)
 
 
-def set_layer_versions(state: Any, versions: Any) -> None:
+def set_layer_versions(state: Any, versions: object) -> None:
     """Give a state dict the versions of its layers."""
     state._metadata = versions
 
 
-def note_in_state(state: Any, prefix: str, key: str, value: Any) -> None:
-    """Write a note about the module at this prefix beside its version, where `_load_from_state_dict` is handed it.
+def note_in_state(state: object, prefix: str, key: str, value: object) -> None:
+    """Write a note beside the version of the module at this prefix of a state dict.
 
-    A state dict that is no longer torch's own (filtered, or from safetensors) holds no notes.
+    `_load_from_state_dict` is handed it. A state dict that is no longer torch's own (filtered, or from safetensors)
+    holds no notes.
     """
     notes = layer_versions(state)
     if notes is not None:
@@ -207,23 +207,23 @@ def note_in_state(state: Any, prefix: str, key: str, value: Any) -> None:
 # ---- graphs of torch.fx ----
 
 GRAPH_CONSTANT = "_tensor_constant"
-"""The beginning of the names under which torch.fx keeps tensors that `forward` made while it was traced."""
+"""Beginning of names for tensors that `forward` made while torch.fx traced it."""
 
 
 def keep_signature(original: fx.Graph, graph: fx.Graph) -> None:
-    """Let a graph take its inputs and return its outputs in the containers that the original's caller uses."""
+    """Let a graph take and return the containers that the original's caller uses."""
     graph.set_codegen(original._codegen)
 
 
-def name_of_operator(target: Any) -> tuple[str, str]:
-    """The name of an operator of ATen, and that of its overload; nothing for anything else."""
+def name_of_operator(target: object) -> tuple[str, str]:
+    """Return an ATen operator's name and its overload's; nothing for anything else."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return "", ""
     return target._schema.name.removeprefix("aten::"), target._overloadname
 
 
 def writes_to_first(operator: Any) -> bool:
-    """Whether an operator works in place."""
+    """Return True if an operator works in place."""
     arguments = operator._schema.arguments if hasattr(operator, "_schema") else []
     return bool(arguments and arguments[0].alias_info and arguments[0].alias_info.is_write)
 
@@ -234,27 +234,27 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def shares_first(operator: Any) -> bool:
-    """Whether the result of an operator may be the memory of its first argument."""
+    """Return True if an operator's result may be the memory of its first argument."""
     returns = operator._schema.returns if hasattr(operator, "_schema") else []
     return bool(returns and returns[0].alias_info)
 
 
-def fields_of(value: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names in a named tuple; none of any other."""
+def fields_of(value: tuple[object, ...]) -> tuple[str, ...]:
+    """Return the names in a named tuple; none of any other."""
     return getattr(value, "_fields", ())
 
 
-def call_by_hand(module: nn.Module) -> Any:
-    """What a call of a module runs, its hooks and forward, though the instance has something else in its place."""
+def call_by_hand(module: nn.Module) -> Callable[..., Any]:
+    """Return what a call of a module runs, whatever the instance has in its place."""
     return partial(type(module)._call_impl, module)
 
 
 CALLED = "_call_impl"
-"""The attribute that a call of a module runs."""
+"""Attribute that a call of a module runs."""
 
 
 def argument_names(operator: Any) -> list[str]:
-    """The names of the arguments of an operator of ATen; none for anything else."""
+    """Return the argument names of an operator of ATen; none for anything else."""
     return [each.name for each in operator._schema.arguments] if hasattr(operator, "_schema") else []
 
 
@@ -266,8 +266,8 @@ _CALLED_BY_MODELS = tuple(f"{_TORCH}/{part}" for part in ("nn/", "functional.py"
 
 @contextmanager
 def free_sizes() -> Iterator[None]:
-    """A context in which an export does not take for granted that sizes are not 0 or 1, and keeps no results by shape:
-    to compare shapes that are formulas takes half the time of window models."""
+    """Export in this context without taking for granted that sizes are not 0 or 1."""
+    # No results are kept by shape: to compare shapes that are formulas takes half the time of window models.
     sizes: Any = importlib.import_module("torch.fx.experimental._config")
     tensors: Any = importlib.import_module("torch._dynamo.config")
     with sizes.patch(backed_size_oblivious=True), tensors.patch(fake_tensor_cache_enabled=False):
@@ -275,14 +275,15 @@ def free_sizes() -> Iterator[None]:
 
 
 def depends_on_values(error: BaseException) -> bool:
-    """Whether an export failed since the way through forward depends on the values of a tensor."""
-    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")  # it takes as long as torch itself
+    """Return True if an export failed since the way depends on the values of a tensor."""
+    # Imported late: it takes as long as torch itself.
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
     return isinstance(error, shapes.GuardOnDataDependentSymNode)
 
 
 @contextmanager
 def forget_decisions(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which an export does not keep what is decided about the sizes of these tensors, if it may differ."""
+    """Forget in this context what an export decides about sizes of these tensors."""
     shapes = next((x.fake_mode.shape_env for x in tensors if hasattr(x, "fake_mode")), None)
     known = None if shapes is None else (len(shapes.guards), dict(shapes.replacements))
     yield
@@ -292,10 +293,11 @@ def forget_decisions(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def size_conditions(exported: Any, count: int, watching: str) -> list[str]:
-    """What an export took for granted of the sizes `s[number][axis]` of its inputs, a list of tensors, in Python.
+    """Return what an export took for granted of sizes `s[number][axis]`, in Python.
 
-    Left out is what operators decide for themselves when they run: how they lay out memory, whether they broadcast.
-    `watching` is the file of a mode that calls them, and so seems to be where they decide.
+    The sizes are those of its inputs, a list of tensors. Left out is what operators decide for themselves when they
+    run: how they lay out memory, whether they broadcast. `watching` is the file of a mode that calls them, and so seems
+    to be where they decide.
     """
     import sympy  # late, as it takes half a second
     from torch.utils._sympy.printers import PythonPrinter
@@ -320,30 +322,32 @@ def size_conditions(exported: Any, count: int, watching: str) -> list[str]:
     return list(dict.fromkeys(conditions))
 
 
-def size_checker(condition: str) -> Any:
-    """A condition of `size_conditions` as a function of the shapes."""
-    return eval(f"lambda s: {condition}", {"torch": torch, "math": math})
+def size_checker(condition: str) -> Callable[[list[tuple[int, ...] | None]], bool]:
+    """Return a condition of `size_conditions` as a function of the shapes."""
+    return cast(
+        "Callable[[list[tuple[int, ...] | None]], bool]", eval(f"lambda s: {condition}", {"torch": torch, "math": math})
+    )
 
 
 # ---- what tracing replaces ----
 
 CAUSAL_MASK_DETECTION: Patchable = (transformer, "_detect_is_causal_mask")
-"""Where transformers look whether a mask's values happen to be causal."""
+"""The function by which transformers see if a mask's values happen to be causal."""
 
 CHECKPOINT: Patchable = (checkpoint.CheckpointFunction, "apply")
-"""What a reentrant checkpoint calls; it would run under no_grad."""
+"""The function of a reentrant checkpoint, which would run under no_grad."""
 
 
 def applied_function(context: Any) -> type[torch.autograd.Function]:
-    """The autograd.Function of a context, or of the node that it becomes in autograd's graph."""
+    """Return the autograd.Function of a context, or of its node in autograd's graph."""
     return cast("type[torch.autograd.Function]", type(context)._forward_cls)
 
 
 def layout_noting() -> Patchable:
-    """What an export calls to note the layout of every tensor; late, as `export_printing`."""
+    """Return what an export calls to note the layout of every tensor."""
     return importlib.import_module("torch.fx.experimental.proxy_tensor"), "_extract_tensor_metadata"
 
 
 def export_printing() -> Patchable:
-    """Name what an export that fails writes its whole graph to stderr with; to import it takes a second."""
+    """Return the name with which a failing export writes its graph to stderr."""
     return importlib.import_module("torch.export._trace"), "print"

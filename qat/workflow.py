@@ -92,7 +92,7 @@ def prepare(
     graph_class: type[PreparedGraph] = PreparedGraph
     from qat.codes.graph import FusedGraph as graph_class  # noqa: N813, F811 - without this line models train plainly
 
-    with seeded(0):
+    with seeded(0):  # a model that draws random numbers is captured alike in each run
         root = copy.deepcopy(model)
         examples = None if example_inputs is None else bind_inputs("prepare", root, example_inputs)
         prepared: nn.Module
@@ -109,7 +109,7 @@ def prepare(
         check_patterns(recipe, layers, model)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-        keep_all_attributes(prepared, root)
+        keep_all_attributes(prepared, root)  # such as `model.classes`, which no graph needs
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
@@ -132,10 +132,7 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
 
 
 def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:
-    """Run the model in evaluation; refuse activation quantizers that never run.
-
-    The user's `own` ones need not run.
-    """
+    """Run the model; refuse activation quantizers that never run, but the `own` ones."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     silent = {name for name in quantizers if not name.endswith("weight_quantizer")} - own
     with ExitStack() as undo:

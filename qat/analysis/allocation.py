@@ -57,6 +57,7 @@ def allocate(
     chosen = _solved(
         [losses[layer][choice] for layer, choice in pairs],
         [[float(layer == each) for layer, _ in pairs] for each in losses],
+        # Costs are shares of their budget; 1e-9 covers the rounding of their sum.
         [(row, 1 + 1e-9 if most else 0.0) for row, most in zip(rows, budgets.values(), strict=True)],
     )
     return {layer: choice for (layer, choice), taken in zip(pairs, chosen, strict=True) if taken}
@@ -73,7 +74,7 @@ def _check(numbers: Table[Choice], least: float, what: str) -> None:
 
 
 def _solved(losses: list[float], layers: list[list[float]], limits: list[tuple[list[float], float]]) -> list[bool]:
-    # Which pairs of a layer and a choice are taken: one in each row of layers, with no row's sum above its limit.
+    # Take one pair of a layer and a choice in each row of layers, with no row's sum above its limit.
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 

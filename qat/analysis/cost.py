@@ -1,25 +1,24 @@
 """`cost`: the computation of each layer for one image, and the size of its weight."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from qat.contexts import evaluating, first_calls, warnings_ignored
-from qat.inputs import bind_inputs, call_with, expect_model
+from qat.inputs import Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantFunction, QuantLayer
 from qat.quantizer import Quantizer
 from qat.switches import named_quantizers
 
 FLOAT_BITS = 32
 BETWEEN = "(between layers)"
-"""The name of the row of all that no layer multiplies, such as attention's two products."""
+"""Name of the row for all products outside of layers, such as attention's two."""
 
 
 class LayerCost(NamedTuple):
-    """The cost of a layer: macs, bits of its operands (32 in float), bytes of its weight."""
+    """The cost of a layer: macs, bits of operands (32 in float), bytes of its weight."""
 
     name: str
     macs: int
@@ -33,8 +32,8 @@ class LayerCost(NamedTuple):
         return self.macs * self.weight_bits * self.activation_bits
 
 
-def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]) -> list[LayerCost]:
-    """Count what each layer multiplies for example inputs, and the bytes of its weight.
+def cost(model: nn.Module, example_inputs: Inputs) -> list[LayerCost]:
+    """Count the products of each layer for example inputs, and its weight's bytes.
 
         bops = macs * weight_bits * activation_bits
 
@@ -47,7 +46,8 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
 
     Returns:
         A row for each quantized layer and each float one that multiplies, as they run. weight_bytes are without bias.
-        The last row may be of what no layer multiplies, taken to lie on the widest grid of the model's activations.
+        The last row may be for products outside of layers, which are taken to lie on the widest grid of the model's
+        activations.
 
     Raises:
         ValueError: if the inputs do not fit the model's call.
@@ -71,6 +71,7 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
     rows = []
     for layer, (args, kwargs) in calls.items():
         name, *_ = known = names[layer]
+        # torch counts under one of the names of a shared layer.
         counts = (counter.flop_counts.get(".".join(filter(None, (type(model).__name__, each))), {}) for each in known)
         macs = sum(sum(each.values()) for each in counts) // 2
         if macs or isinstance(layer, QuantLayer):

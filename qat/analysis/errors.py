@@ -1,4 +1,4 @@
-"""`layer_errors`: where between input and output quantization loses what."""
+"""`layer_errors`: the error of each quantized layer, alone and gathered."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +14,9 @@ from qat.inputs import Batch, expect_model, inputs_and_labels, run_batch
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.switches import disable_fake_quant
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class LayerError:
 
 
 def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
-    """Measure the error that each quantized layer adds, and what has gathered behind it.
+    """Measure the error that each quantized layer adds, and all that gathers behind.
 
     Float is the same model with its quantizers switched off. A layer whose `local` is far below its neighbours' is to
     blame; one whose `cumulative` alone is low inherits its error. Of a layer called twice the first call counts.
@@ -56,13 +59,14 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
     local: dict[str, Tensor] = {}
     outputs: tuple[dict[str, Tensor], ...] = ({}, {})
     inputs = inputs_and_labels("layer_errors", batch)[0]
+    # Quantizers that are off by themselves stay off in both runs.
     in_use = {each for each in model.modules() if isinstance(each, Quantizer) and not each.passes}
 
-    def alone(name: str, layer: QuantLayer, args: Any, kwargs: Any, in_float: Tensor) -> None:
+    def alone(name: str, layer: QuantLayer, args: Args, kwargs: Kwargs, in_float: Tensor) -> None:
         if name not in local:
             local[name] = sqnr(_sample(in_float), _sample(_quantized_alone(layer, args, kwargs, in_use)))
 
-    def note(seen: dict[str, Tensor], name: str, layer: Any, args: Any, y: Tensor) -> None:
+    def note(seen: dict[str, Tensor], name: str, layer: nn.Module, args: Args, y: Tensor) -> None:
         seen.setdefault(name, _sample(y))
 
     with evaluating(model), torch.no_grad():
@@ -78,6 +82,7 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
                 if isinstance(result, Tensor):
                     seen["output"] = _sample(result)
     gathered = {name: sqnr(x, outputs[1][name]) for name, x in outputs[0].items() if name in outputs[1]}
+    # One device synchronisation for all layers.
     numbers = torch.stack([*local.values(), *gathered.values()]).tolist() if gathered else []
     alone_db = dict(zip(local, numbers, strict=False))
     return [
@@ -85,7 +90,7 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
     ]
 
 
-def _quantized_alone(layer: QuantLayer, args: Any, kwargs: Any, in_use: set[Quantizer]) -> Tensor:
+def _quantized_alone(layer: QuantLayer, args: Args, kwargs: Kwargs, in_use: set[Quantizer]) -> Tensor:
     handed = [kwargs.get(key) for key in layer.quantizer_arguments]
     own = [each for each in (*layer.modules(), *handed) if isinstance(each, Quantizer) and each in in_use]
     try:
@@ -100,4 +105,4 @@ def _quantized_alone(layer: QuantLayer, args: Any, kwargs: Any, in_use: set[Quan
 
 
 def _sample(x: Tensor) -> Tensor:
-    return x.detach().flatten()[:: 1 + x.numel() // (16 * SAMPLE)].clone()  # an activation behind may work in place
+    return x.detach().flatten()[:: 1 + x.numel() // (16 * SAMPLE)].clone()  # the next activation may work in place

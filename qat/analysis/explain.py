@@ -1,14 +1,13 @@
 """`explain`: how every layer of a prepared model trains, and why not faster."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qat.analysis.table import layers_in_order
 from qat.contexts import evaluating, first_calls
-from qat.inputs import bind_inputs, call_with, expect_model
+from qat.inputs import Arguments, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import traced_parts
@@ -19,10 +18,10 @@ HEADER = ("name", "kind", "trains", "why")
 PLAINLY = "operation by operation"
 
 Row = tuple[str, str, str]
-"""Of a layer, a quantizer or a product: its class (or "matmul"), how it trains, and why not faster, or ""."""
+"""Class of a layer or quantizer (or "matmul"), how it trains, and the reason why not faster, or ""."""
 
 
-def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None) -> str:
+def explain(model: nn.Module, example_inputs: Inputs | None = None) -> str:
     """Tell how each layer, quantizer and product of a prepared model trains, and why.
 
     Training on codes is the fast way: layers pass integers to each other, and multiply integers where that is exact
@@ -67,7 +66,7 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
 
 
 def _elsewhere(name: str, parts: Mapping[str, PreparedGraph]) -> str:
-    # Why the graphs of the parts explain nothing of a layer.
+    # The reason why no graph of the parts explains a layer.
     part = max((path for path in parts if not path or name.startswith(f"{path}.")), key=len, default=None)
     if part is None:
         return "it stands outside of every traced graph"
@@ -81,8 +80,8 @@ def _elsewhere(name: str, parts: Mapping[str, PreparedGraph]) -> str:
     return "no graph calls it"
 
 
-def _seen(model: nn.Module, example_inputs: Any) -> tuple[dict[Any, Any], dict[str, torch.Size]]:
-    # What a run with example inputs gives to the traced parts, and the shapes that it gives to layers.
+def _seen(model: nn.Module, example_inputs: Inputs | None) -> tuple[dict[nn.Module, Arguments], dict[str, torch.Size]]:
+    # The arguments that a run with example inputs gives to traced parts, and the shapes that it gives to layers.
     if example_inputs is None:
         return {}, {}
     watched = [module for module in model.modules() if isinstance(module, (PreparedGraph, QuantLayer))]

@@ -15,7 +15,7 @@ from qat.torch_internals import keep_signature
 
 
 def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:
-    """A model that returns the outputs of parts of a prepared one, as a dictionary.
+    """Return a model that returns the outputs of parts of a prepared one, by name.
 
     It shares the modules of the prepared model, so both train, evaluate and export with the same parameters. A block
     returns what it returns in the float model, on its grid if it has one. A layer returns its output after the
@@ -45,7 +45,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
             f"feature_extractor: {type(model).__name__} has no one graph; give it a model from qat.prepare, or one of"
             " its parts, see qat.preparation.parts.prepared_parts(model)"
         )
-    model._follow_changes()
+    model._follow_changes()  # modules that were replaced since
     keys = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
     if len({*keys.values()}) < len(keys):
         raise ValueError(f"feature_extractor: several names have one key in {keys}; give each a key of its own")
@@ -65,33 +65,26 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
 def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
     # The node that holds the output of a part of the model, on its grid if it has one.
     if not name:
-        return _output_of(model)
+        returned = model.graph.output_node().args[0]
+        if not isinstance(returned, fx.Node):
+            raise ValueError(f"feature_extractor: the model returns a {type(returned).__name__}, and '' is one tensor")
+        return returned
     inside = [node for node in model.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     named = [node for node in inside if _is_of(node, name)]
     if not named:
-        known = sorted({str(node.target) for node in inside if node.op == "call_module"} | _scopes(inside))
+        paths = [scope_of(node).split(".") for node in inside]
+        scopes = {".".join(steps[:end]) for steps in paths for end in range(1, len(steps) + 1)} - {""}
+        known = sorted({str(node.target) for node in inside if node.op == "call_module"} | scopes)
         hint = did_you_mean(name, known, count=3) or f"parts are called {', '.join(known[:3])} ..."
         raise ValueError(f"feature_extractor: nothing runs in {name!r}; {hint}")
-    last: fx.Node = named[-1]
+    last: fx.Node = named[-1]  # of a block its last step
     return next((user for user in last.users if isinstance(submodule_of(model, user), Quantizer)), last)
 
 
-def _output_of(model: fx.GraphModule) -> fx.Node:
-    returned = model.graph.output_node().args[0]
-    if not isinstance(returned, fx.Node):
-        raise ValueError(f"feature_extractor: the model returns a {type(returned).__name__}, and '' is one tensor")
-    return returned
-
-
 def _is_of(node: fx.Node, name: str) -> bool:
-    # Whether a node runs in a module of this name, or computes the BatchNorm of this name.
+    # True if a node runs in a module of this name, or computes the BatchNorm of this name.
     paths = [scope_of(node)] + ([str(node.target)] if node.op == "call_module" else [])
     norm = node.kwargs.get("norm")
     if isinstance(norm, fx.Node):
         paths.append(str(norm.target))
     return any(path == name or path.startswith(f"{name}.") for path in paths)
-
-
-def _scopes(nodes: list[fx.Node]) -> set[str]:
-    paths = {scope_of(node) for node in nodes} - {""}
-    return {".".join(steps[:end]) for steps in (path.split(".") for path in paths) for end in range(1, len(steps) + 1)}

@@ -17,7 +17,7 @@ from qat.quantizer.granularity import from_groups, to_groups
 
 @dataclass(frozen=True)
 class GridWeight:
-    """A weight with the integers clamp(round(weight / scale) + zero_point, qmin, qmax)."""
+    """A weight with integers clamp(round(weight / scale) + zero_point, qmin, qmax)."""
 
     layer: QuantLayer
     read: Callable[[], Tensor]
@@ -29,21 +29,21 @@ class GridWeight:
 
     @property
     def quantizer(self) -> Quantizer:
-        """The weight's quantizer."""
+        """Quantizer of the weight."""
         return self.layer.weight_quantizer
 
     def rows(self) -> Tensor:
-        """The weight as its quantizer sees it: output channels first, split into groups."""
+        """Return the weight as its quantizer sees it: output channels first, in groups."""
         return to_groups(self.layer.channels_first(self.read()), self.quantizer.spec)
 
     @torch.no_grad()
     def codes(self) -> Tensor:
-        """The integers of `rows`, as floats."""
+        """Return the integers of `rows`, as floats."""
         return self.quantizer.compute_codes(self.rows())
 
     @torch.no_grad()
     def values(self, codes: Tensor) -> Tensor:
-        """(codes - zero_point) * scale."""
+        """Return (codes - zero_point) * scale."""
         scale, zero_point = self.quantizer.grid(self.rows())
         return (codes - zero_point) * scale
 
@@ -54,7 +54,8 @@ class GridWeight:
 
 
 def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight], dict[str, str]]:
-    """Weights on grids of so many bits, and why others are not; a shared one counts once."""
+    """Return weights on grids of `most_bits` or fewer, each once; reasons of others."""
+    # A view of a parameter, such as a chunk of in_proj_weight, can be written as well.
     owned = {each.untyped_storage().data_ptr() for each in model.parameters() if not is_sharded(each)}
     found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[tuple[int, int], str]()
     for name, each in weights_of(model):
@@ -75,7 +76,7 @@ def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight
 
 
 def _refusal(quantizer: Quantizer, most_bits: int) -> str | None:
-    # Why a weight has no integer that stays while the weight and the parameters of its grid do; None if it has.
+    # A weight needs an integer that stays while the weight and the parameters of its grid do.
     kind, rule = type(quantizer), quantizer.spec.rule
     if not quantizer.exportable:
         return f"has the rule {rule!r}, whose values lie on no integer grid"
@@ -89,12 +90,11 @@ def _refusal(quantizer: Quantizer, most_bits: int) -> str | None:
 
 
 def _unknown() -> Tensor:
-    """The weight of a function outside of a graph, which only its caller knows."""
     raise TypeError("GridWeight: the weight of this function is not known")
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, GridWeight]]:
-    """Every weight that has a quantizer, with the name of its layer."""
+    """Yield every weight that has a quantizer, with the name of its layer."""
     seen = set[int]()
     for name, module in model.named_modules():
         inner: dict[str, Callable[[], Tensor]] = {}
@@ -107,7 +107,8 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, GridWeight]]:
         elif isinstance(module, QuantFunction) and id(module) not in seen:
             inner = {"": _unknown}
         for key, read in inner.items():
-            layer: Any = module.get_submodule(key)
+            layer = module.get_submodule(key)
+            assert isinstance(layer, QuantLayer)
             seen.add(id(layer))
             yield ".".join(part for part in (name, key) if part), GridWeight(layer, read)
 
@@ -117,7 +118,7 @@ def _inner_weight(owner: CompositeTwin, key: str) -> Tensor:
 
 
 def _of_functions(graph: fx.GraphModule) -> dict[str, Callable[[], Tensor]]:
-    # What the functions of a prepared graph read as their weight, where the model alone decides it.
+    # The weight that a function reads is known if it follows from the model alone.
     found: dict[str, Callable[[], Tensor]] = {}
     for node in graph.graph.nodes:
         if node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), QuantFunction):
@@ -125,8 +126,8 @@ def _of_functions(graph: fx.GraphModule) -> dict[str, Callable[[], Tensor]]:
     return found
 
 
-def _is_constant(node: Any) -> bool:
-    # Whether a value follows from attributes of the model by functions alone, such as `in_proj_weight.chunk(3)[0]`.
+def _is_constant(node: object) -> bool:
+    # True if a value follows from attributes by functions alone, as `in_proj_weight.chunk(3)[0]` does.
     if not isinstance(node, fx.Node):
         return True
     return node.op == "get_attr" or (

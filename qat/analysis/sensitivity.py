@@ -1,4 +1,4 @@
-"""`sensitivity`: what the grids of each layer cost, one layer at a time."""
+"""`sensitivity`: the cost of each layer's grids, one layer at a time."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qat.analysis.table import layers_in_order
 from qat.contexts import evaluating
-from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_batch
+from qat.inputs import Batch, Inputs, as_batches, expect_model, inputs_and_labels, run_batch
 from qat.kernels import plain_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
@@ -16,11 +16,9 @@ from qat.switches import named_quantizers, switched
 
 
 def sensitivity(
-    model: nn.Module,
-    evaluate: Callable[[nn.Module], Any],
-    progress: Callable[[list[Any]], Iterable[Any]] = iter,
+    model: nn.Module, evaluate: Callable[[nn.Module], object], progress: Callable[[list[Any]], Iterable[Any]] = iter
 ) -> dict[str, Any]:
-    """Score a model with only one layer quantized, and with all but it, layer by layer.
+    """Score a model with one layer alone quantized, and with all but it, by layer.
 
     It is measured in eval mode, without training, with `disable_fake_quant`'s switches: a tensor is quantized once for
     all layers that read it, and they share its effect. What was switched off before stays off.
@@ -65,12 +63,12 @@ def sensitivity(
             with switched(every, True), switched(on, False):
                 into[key] = evaluate(model)
     for scores in (row[side] for row in results["layers"] for side in ("only", "all_but")):
-        scores.setdefault("both", next(iter(scores.values())))
+        scores.setdefault("both", next(iter(scores.values())))  # a layer with one part alone
     return results
 
 
 def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """Measure how far one quantized layer moves the answers from float, layer by layer.
+    """Measure how far each quantized layer alone moves the answers from float.
 
         loss = mean over images of KL(softmax(float logits) || softmax(logits))
 
@@ -120,8 +118,8 @@ def _in_use(caller: str, model: nn.Module) -> list[Quantizer]:
     return every
 
 
-def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
-    # The logarithms of the classes' probabilities, in double precision: small losses are differences of these.
+def _log_shares(model: nn.Module, inputs: Inputs) -> Tensor:
+    # Logarithms of the classes' probabilities. In double precision, since small losses are differences of these.
     logits = run_batch("layer_losses", model, inputs)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
         given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -131,7 +129,7 @@ def _log_shares(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:
-    """The quantizers in use, by layer and role, as they run; some no layer reads."""
+    """Return the quantizers in use by layer and role, or alone if no layer reads them."""
     owned = {name: [each for each in found if not each.is_disabled] for name, _, found in named_quantizers(model)}
     order = layers_in_order(model)
     read = {each for name, module in order if isinstance(module, QuantLayer) for each in owned[name]}

@@ -1,16 +1,14 @@
-"""`float_state_dict`, a model's state without quantizers; `not_finite`, what is NaN."""
+"""`float_state_dict`: state without quantizers; `not_finite`: names of NaN values."""
 
-from typing import Any
-
-from torch import nn
+from torch import Tensor, nn
 
 from qat.inputs import expect_model
 from qat.quantizer import Quantizer
 from qat.text import some
 
 
-def float_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict without quantizers, which the float model loads strictly.
+def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict without quantizers, which the float model loads strictly.
 
     The opposite direction needs no function: `prepared.load_state_dict(float_model.state_dict(), strict=False)` misses
     only quantizers and finds no unexpected key. Call `calibrate` afterwards.
@@ -27,7 +25,8 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def not_finite(model: nn.Module) -> str:
-    """Name what is NaN or infinite, in words; buffers but statistics may be infinite."""
+    """Name tensors with NaN or infinity; masks among the buffers may be infinite."""
+    # Attention masks hold minus infinity; running statistics must not.
     masks = {name for name, _ in model.named_buffers() if "running_" not in name}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     wrong = {name: tensor.isnan() if name in masks else ~tensor.isfinite() for name, tensor in state.items()}

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,14 @@ from qat.quantizer.granularity import to_groups
 from qat.ranges import require_finite
 
 SAMPLE = 2**14
-"""About how many values of a tensor are looked at."""
+"""Approximate number of values that are sampled of a tensor."""
 
 BEST_SQNR = 120.0
-"""What an error of (nearly) zero is shown as, in dB: float32 has 140."""
+"""Shown for an error of (nearly) zero, in dB: float32 has 140."""
 
 
 def quantizer_statistics(model: nn.Module, batch: Batch) -> dict[str, dict[str, float]]:
-    """Measure each quantizer in use: what it clips, its used levels, the error it adds.
+    """Measure each quantizer in use: clipped values, used levels, the error it adds.
 
     With v = x / scale + zero_point and y the quantized x, over a sample of some 16,000 values of each tensor:
 
@@ -68,14 +67,14 @@ def statistics_collected(model: nn.Module) -> Iterator[dict[str, dict[str, float
     seen: dict[Quantizer, dict[str, Tensor]] = {}
     found: dict[str, dict[str, float]] = {}
 
-    def note(quantizer: Any, args: tuple[Any, ...], y: Tensor) -> None:
+    def note(quantizer: Quantizer, args: tuple[Tensor, ...], y: Tensor) -> None:
         if quantizer not in seen and not quantizer.passes and quantizer.role == "activation":
             seen[quantizer] = _of(quantizer, *sampled_activation(quantizer, args[0], y))
 
     with ExitStack() as hooks:
         for quantizer in names:
             hooks.enter_context(quantizer.register_forward_hook(note))
-        # The forwards behind the first run as if nobody looked: a hooked model evaluates operation by operation.
+        # A hooked model evaluates operation by operation: later forwards run without hooks.
         hooks.enter_context(model.register_forward_hook(lambda *_: hooks.close()))
         yield found
     with torch.no_grad():
@@ -88,7 +87,7 @@ def statistics_collected(model: nn.Module) -> Iterator[dict[str, dict[str, float
 
 
 def weight_samples(model: nn.Module) -> dict[Quantizer, Callable[[], Tensor]]:
-    """By the quantizer of each weight, a function that reads a sample of the weight."""
+    """Map the quantizer of each weight to a function that samples the weight."""
     return {
         each.quantizer: partial(_sample_of_rows, each.rows, each.quantizer)
         for _, each in weights_of(model)
@@ -128,7 +127,7 @@ def _of(quantizer: Quantizer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 def sqnr(x: Tensor, y: Tensor) -> Tensor:
     """10 * log10(sum(x^2) / sum((x - y)^2)) in dB, a scalar between -120 and 120."""
     signal, noise = x.double().square().sum(), (x.double() - y.double()).square().sum()
-    exact = noise == 0  # NaN is no such thing, and the worst of all
+    exact = noise == 0  # false for NaN, which counts as the worst error
     found = torch.where(exact, BEST_SQNR, 10 * torch.log10(signal / noise)).nan_to_num(-BEST_SQNR)
     return found.clamp(-BEST_SQNR, BEST_SQNR).float()
 

@@ -89,7 +89,7 @@ def _between(model: nn.Module) -> Iterator[str]:
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
-    # The result of the self-check of each traced part; it may be of the time before something was switched off.
+    # The verdict of the self-check may be older than a switch: then explain knows more.
     for prefix, graph_module in graphs_of(model):
         name = prefix.rstrip(".") or "the model"
         off = sum(isinstance(module, Quantizer) and module.is_disabled for module in graph_module.modules())
@@ -101,7 +101,7 @@ def _verdicts(model: nn.Module) -> Iterator[str]:
 
 
 def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers and activation quantizers as they run, or as registered without a graph."""
+    """Return layers and activation quantizers as they run, else as registered."""
     wanted = {
         name: module
         for name, module in model.named_modules()
@@ -120,7 +120,7 @@ def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def quantizers_in_order(model: nn.Module) -> list[str]:
-    """The names of the quantizers of `layers_in_order`."""
+    """Return the names of the quantizers of `layers_in_order`."""
     return [
         f"{name}.weight_quantizer".lstrip(".") if isinstance(module, QuantLayer) else name
         for name, module in layers_in_order(model)
@@ -128,7 +128,7 @@ def quantizers_in_order(model: nn.Module) -> list[str]:
 
 
 def graphs_of(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The traced parts of the model, each with the prefix of its names."""
+    """Yield the traced parts of the model, each with the prefix of its names."""
     for name, module in model.named_modules():
         if isinstance(module, fx.GraphModule):
             yield f"{name}." if name else "", module
@@ -201,18 +201,17 @@ class _Calls(fx.Tracer):
 
 
 def float_results(model: nn.Module) -> list[str]:
-    """The convolutions of an unprepared model that an exported file computes in float.
+    """Name convolutions of an unprepared model that a file computes in float.
 
     Integer kernels need the grid of their result, right behind the activation. A BatchNorm in between does not fold
-    without `prepare`, either. Of a model that cannot be traced these are all convolutions but those that are modules by
-    themselves.
+    without `prepare`, either. In a model that cannot be traced these are all convolutions but the model itself.
     """
     if any(isinstance(module, PreparedGraph) or LEFT_IN_FLOAT in vars(module) for module in model.modules()):
         return []
     named = [name for name, module in model.named_modules() if name and is_convolution(module)]
     if not named:
         return []
-    own = copy.deepcopy(model)
+    own = copy.deepcopy(model)  # tracing and its changes are not the user's
     try:
         graph_module = fx.GraphModule(own, _Calls().trace(own))
     except Exception:  # of user code that torch.fx cannot trace
@@ -223,7 +222,7 @@ def float_results(model: nn.Module) -> list[str]:
 
 
 def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool = False) -> Iterator[bool]:
-    # For each reader of a result, behind norms and ReLUs: whether it is no quantizer of the same values.
+    # For each reader of a result, behind norms and ReLUs: True unless it quantizes the same values.
     for reader, _ in readings(node, graph_module):
         module = submodule_of(graph_module, reader)
         if is_relu(reader, graph_module) or isinstance(module, AnyBatchNorm):
@@ -233,7 +232,7 @@ def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool
 
 
 def said_of(names: list[str]) -> str:
-    """A sentence about `float_results`, with the way out."""
+    """Return a sentence about `float_results`, with the way out."""
     return (
         f"{some(names)} {'computes' if len(names) == 1 else 'compute'} in float in an exported file, since no quantizer"
         " reads the result right behind norm and activation; qat.prepare(model) keeps your layers with their ranges,"

@@ -52,8 +52,8 @@ def run(given: argparse.Namespace) -> int:
     for option, file in (("--json", given.json), ("--plot", given.plot)):
         if file:
             check_folder_of(option, Path(file).expanduser())
-    path, agreement = opened.file(runtime), dict[str, float | None]()
-    only = open_file(path, runtime).shape[0]
+    path, agreement = opened.file(runtime), dict[str, float | None]()  # with the exact session's answers, by row
+    only = open_file(path, runtime).shape[0]  # 0 if the file takes any batch
     if only and given.batch not in (None, [only]):
         raise UserError(f"--batch: {path} takes batches of {only} alone; leave --batch out")
     batches = [only] if only else given.batch or [1, 16]
@@ -104,20 +104,18 @@ def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: in
         feeds[name] = (
             numbers.integers(0, 256, shape, np.uint8) if session.pixels else numbers.standard_normal(shape, np.float32)
         )
-        session.run(feeds[name])
+        session.run(feeds[name])  # warms up
+    # In turns, so that a processor that slows down slows all of them.
     turns = [{name: _one_turn(each, feeds[name]) for name, each in sessions.items()} for _ in range(rounds)]
     found = {name: median(turn[name] for turn in turns) for name in sessions}
     return [
         {
-            "model": name,
-            "batch": batch,
-            "threads": threads,
-            "milliseconds": 1000 * seconds,
+            "model": name, "batch": batch, "threads": threads, "milliseconds": 1000 * seconds,
             "images_per_second": batch / seconds,
             "of_float": seconds / found["float"] if "float" in found else None,
         }
         for name, seconds in found.items()
-    ]
+    ]  # fmt: skip
 
 
 def _one_turn(session: Session, images: Array) -> float:  # the mean seconds of a call

@@ -63,6 +63,7 @@ def run(given: argparse.Namespace) -> int:
     if given.drop is not None and search.below_float(found) > given.drop:
         print(f"no choice of these bits is at most {given.drop:g} points below float; give more bits, or train")
         return 1
+    # The new run trains from this run's float weights, and trains no float model again.
     start = config.model.model_copy(update={"checkpoint": str((folder / FLOAT_WEIGHTS).resolve()), "weights": None})
     changed: dict[str, Any] = {"name": f"{config.name}-bits", "run_dir": None, "resume": "never"}
     changed |= {"quantization": quantization, "model": start, "float": config.float.model_copy(update={"epochs": 0})}
@@ -123,12 +124,9 @@ class Search:
         return qat.allocate(self.tables[0], self.tables[1], budgets)
 
     def smallest(self, drop: float, budgets: dict[str, float]) -> Bits:
-        """Return bits of the least size that lose at most `drop` points of top-1.
-
-        They are found by halving. If none lose so little, these are the best within the budgets.
-        """
+        """Return bits of the least size within `drop` points of top-1, else the best."""
         low = sum(costs[self.choices[0]] for costs in self.tables[1]["bytes"].values())
-        best = self.within(budgets)
+        best = self.within(budgets)  # the least loss that the other budgets allow
         high = _total(self.tables[1]["bytes"], best)
         while self.below_float(best) <= drop and high - low > 0.01 * high:
             middle = (low + high) / 2

@@ -37,7 +37,7 @@ def run(given: argparse.Namespace) -> int:
         "unfinished": [path for path, summary in zip(given.runs, summaries, strict=True) if summary is None],
         "config": {key: values for key, values in configs.items() if any(each != values[0] for each in values)},
         "results": _beside([_results(summary or {}) for summary in summaries]),
-        "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},
+        "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},  # that differ
     }
     if given.json:
         print(json.dumps(found, indent=1))

@@ -67,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Export, then prove; 1 if the proof fails."""
     opened, litert = open_run(given.run_path, given.model), given.target == "litert"
     path = Path(given.to).expanduser() if given.to else opened.folder / (TFLITE if litert else MODEL)
+    # All refusals come before the model is loaded.
     for name in OPTIONS["onnx" if litert else "litert"]:
         if getattr(given, name) not in (None, False):
             raise UserError(f"--{name.replace('_', '-')}: is no option of --target {given.target}; leave it out")
@@ -88,6 +88,7 @@ def run(given: argparse.Namespace) -> int:
 def _export_onnx(given: argparse.Namespace, opened: Run, path: Path) -> int:
     model = opened.quantized
     assert isinstance(model, fx.GraphModule)
+    # Data that are missing show before the export; no runtime here reads qonnx.
     data = None if given.no_proof or given.format == "qonnx" else opened.data(given.overrides)
     size, kept = opened.config.data.image_size, opened.transform.preprocessing
     options = {
@@ -121,6 +122,7 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
     with value_errors_reported():
         example = torch.zeros(1, 3, size, size)
         qat.export_litert(model, path, example, integer_ends=ends, four_bits=bits, metadata=_metadata(opened))
+    # Packing is an option: not every runtime reads 4 bits.
     few = any(isinstance(each, QuantLayer) and each.weight_quantizer.span() < 16 for each in model.modules())
     print(f"{path}: {path.stat().st_size:,} bytes" + " (weights of few bits take 8: --four-bits)" * (few and not bits))
     if given.c_array:

@@ -46,6 +46,7 @@ def run(given: argparse.Namespace) -> int:
             )
             file = f"{file} -> {drawn}"
             shares = {name: _share_of_pixels(each) for name, each in shares.items()}
+        # A model may have more outputs than the data had classes.
         scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
         best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
         found.append({"file": file, "class": best, "scores": scores})
@@ -72,6 +73,7 @@ def _draw(pixels: Tensor, classes: Tensor, path: Path) -> Path:
 
 def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:
     first = next(iter(shares.values()))
+    # The best classes of either model, in the order of the first.
     shown = torch.cat([share.topk(min(top, len(classes))).indices for share in shares.values()])
     ordered = sorted(set(shown.tolist()), key=lambda index: -float(first[index]))
     rows = [[classes[index], *(f"{100 * share[index]:.1f} %" for share in shares.values())] for index in ordered]

@@ -60,26 +60,22 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """Parse a whole number above 0, for `type=`."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """Parse whole numbers above 0 with commas, for `type=`."""
     return list(dict.fromkeys(count(number) for number in text.split(",")))
 
 
 def number(text: str) -> float:
-    """Parse a number other than nan and inf, for `type=`."""
     if not math.isfinite(value := float(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a number")
     return value
 
 
 def check_folder_of(option: str, path: Path) -> None:
-    """Refuse a file whose folder is missing, before any work."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 
@@ -112,7 +108,6 @@ class Run:
         return self.path / name if self.path.is_dir() else self.path
 
     def has(self, runtime: str) -> bool:
-        """Return True if there is an integer model for a runtime."""
         name = RUNTIMES[runtime].file
         return (self.path / name).is_file() if self.path.is_dir() else self.path.suffix == Path(name).suffix
 
@@ -127,9 +122,9 @@ class Run:
 
     @cached_property
     def quantized(self) -> nn.Module:
-        given = self._build() if ":" in self.config.model.name else None
+        given = self._build() if ":" in self.config.model.name else None  # `qat.load` imports no user's code
         with warnings.catch_warnings(), value_errors_reported("RUN: "):
-            warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", UserWarning)  # an unfinished run may be measured too
             return qat.load(self.folder, given)
 
     @cached_property
@@ -197,6 +192,7 @@ class Run:
         """Load the data of the run; overrides say where they lie now."""
         config = load_config(str(self.folder / RESOLVED_CONFIG), overrides)
         data = load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
+        # Another folder may have other classes, whose labels would be others too.
         if data.classes != self.classes:
             counts = f"{len(data.classes)} classes, the model has {len(self.classes)}"
             raise UserError(f"data: {counts}; set data.root to its own")
@@ -217,7 +213,6 @@ class Run:
 
 
 def open_run(path: str, builder: str | None = None) -> Run:
-    """Open the run that the user names."""
     file = Path(os.path.expanduser(path))
     if not file.exists():
         raise UserError(f"RUN: '{path}' does not exist{looked_in(file)}; give a run folder of train.py, {HINT}")
@@ -229,6 +224,5 @@ def open_run(path: str, builder: str | None = None) -> Run:
 
 
 def in_torch(model: nn.Module, images: Tensor, task: Task = CLASSIFICATION) -> Tensor:
-    """Return the scores of a model in eval mode."""
     with torch.no_grad():
         return task.split_output(model(images), len(images))[0].float()

@@ -61,7 +61,6 @@ def default_differs(runtime: str) -> bool:
 
 
 def notes_of(path: Path) -> dict[str, Any]:
-    """Return the metadata of a file."""
     if path.suffix == Path(TFLITE).suffix:
         return ReadFile(path.read_bytes()).notes()
     noted = open_session(path).get_modelmeta().custom_metadata_map

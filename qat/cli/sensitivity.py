@@ -1,8 +1,8 @@
-"""Measure which layers cost accuracy: quantized alone, and all but it, on validation.
+"""Measure which layers cost accuracy, each quantized alone, and all but each.
 
-It measures the calibrated model, before QAT, whose weights are those of the float model. After QAT (`--trained`) the
-weights live on their grids: at few bits they make no float model, and only the last column says something.
-RUN/sensitivity.json keeps the results, and `report` draws them.
+On validation images, it measures the calibrated model, before QAT, whose weights are those of the float model. After
+QAT (`--trained`) the weights live on their grids: at few bits they make no float model, and only the last column says
+something. RUN/sensitivity.json keeps the results, and `report` draws them.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
     if opened.config.task.dims > 2:
         raise UserError(f"sensitivity: is for classifiers; RUN: '{opened.path}' is for {opened.config.task.name}")
+    # A limit above the split's size would only warn.
     there = (read_summary(opened.folder) or {}).get("val_images", math.inf)
     limit = [f"data.limit_val={given.images}"] if given.images < there else []
     data = opened.data([*limit, *given.overrides])

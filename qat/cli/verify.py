@@ -31,7 +31,7 @@ from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.checkpoint import state_digest
 
 EXAMPLE = "python -m qat verify runs/resnet_int8"
-COMPARED = [name for name in RUNTIMES if name != "openvino"]
+COMPARED = [name for name in RUNTIMES if name != "openvino"]  # which has no comparison by layers here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,6 @@ def sentences(
 
 
 def is_other(layers: list[LayerDifference], behind: Differences | None, runtime: str) -> bool:
-    """Return True if the file is not the trained model."""
     return any(_beyond(layer, runtime) for layer in layers) or not (behind is None or behind.explained)
 
 
@@ -141,6 +140,7 @@ def probable_cause(
             f"this processor adds pairs of products in 16 bits (no VNNI), where {layers} layers may saturate; compare"
             " without --default-session, and see docs/targets.md for exact sessions and models"
         )
+    # Without optimisation of the graph, only the layers themselves are left to differ.
     plain = [] if engine else compare_layers(path, opened.quantized, images, optimize=False)
     if layer.fused or any(each.name == layer.name and not each.beyond_ties for each in plain):
         fusion = f", a fusion between {' and '.join(layer.fused)}" if layer.fused else ""

@@ -1,26 +1,26 @@
-"""`Evaluator`: a model's evaluation as an integer program, as long as the model is what the program was made of.
+"""`Evaluator`: evaluates a model as an integer program while it is unchanged.
 
 It runs without gradients, on the CPU where the C kernels are built, or on a GPU with Triton. A program answers only
-after it computed the model's own integers for the first inputs that it saw: each quantizer's from the same integers
-before it.
+after it has computed the model's own integers for the first inputs that it sees: each quantizer's from the same
+integers before it.
 """
 
 import copy
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from qat.analysis.state import not_finite
-from qat.codes.evaluation.grids import shift_of
-from qat.codes.evaluation.merging import merged
+from qat.codes.evaluation.arithmetic import shift_of
 from qat.codes.evaluation.modules import Quantize
-from qat.codes.evaluation.program import QUANTIZER, integer_program
+from qat.codes.evaluation.program import QUANTIZER, integer_program, merged
 from qat.codes.training.watched import LAYERS, is_changed, kind_of
 from qat.codes.verdict import is_wanted
 from qat.graph.randomness import rewinding
@@ -33,22 +33,24 @@ from qat.kernels.cpu.addresses import places_of
 from qat.kernels.cpu.processor import asked_for
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.replacements import is_watched, module_names, scalar_attributes
+from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import buffers_of, children_of, hooks_of, parameters_of, pytree, versions_of
 
 log = logging.getLogger("qat")
 
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
+_T = TypeVar("_T")
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = dict[str, object]
 
 TOLERANCE = 1e-4
-"""How far outputs that no quantizer follows may be off, as a share of the largest: float32 sums in another order."""
+"""Largest error of float outputs, as a share of the largest; sums differ in order."""
 
 
 class State:
-    """What a model's evaluation depends on: modules, their scalar attributes and hooks, and the versions of tensors.
+    """Modules, their attributes, hooks and tensors: what an evaluation depends on.
 
-    It is compared at every forward, so no function of Python runs for a module or a tensor.
+    It is compared at every forward, so no Python function runs for a module or a tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,34 +65,37 @@ class State:
         self._values = self._now()
         self._tensors = list(chain.from_iterable(self._held))  # kept, so that no other tensor gets their memory
 
-    def _now(self) -> tuple[Any, ...]:
+    def _now(self) -> tuple[object, ...]:
         attributes, children = [read() for read in self._attributes], [*chain.from_iterable(self._children)]
         held = [x for x in chain.from_iterable(self._held) if x is not None]
         return attributes, any(self._hooks), children, versions_of(held), places_of(held), asked_for()
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Return True if everything is as it was."""
         return self._now() == self._values
 
 
 class Evaluator:
-    """The program of a model in one state; `program` is None where the model evaluates as it is, for a `reason`, which
-    is "" where qat looks inside, or who calls left a module in training mode.
+    """The integer program of a model in one state.
 
-    `agreed`: whether programs compute what the model does, by their code; `failures` in a row are counted by who calls.
+    `program` is None where the model evaluates as it is, for a `reason`. The reason is "" where qat itself looks inside
+    or a module is in training mode: callers know that. `agreed` says for each program, by its code, if it computes what
+    the model does. The caller counts `failures` in a row.
     """
 
     def __init__(self, model: PreparedGraph, agreed: dict[str, bool], reason: str | None = None) -> None:
         self.state, self.program, self.failures = State(model), None, 0
         self._agreed = agreed
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # the program outlives the caller's inference mode
             self.reason = _refusal(model) if reason is None else reason
             if self.reason is not None:
                 return
             try:
                 evaluated = cast("fx.GraphModule", evaluation_copy(model))
                 program = integer_program(evaluated)
-                if program is None or _in_float(program, evaluated):
+                called = {name for names in quantizer_calls(evaluated).values() for name in names}
+                # Quantizers outside of codes run inside a layer, or on a grid that bytes cannot hold.
+                if program is None or not called <= {node.meta.get(QUANTIZER) for node in program.graph.nodes}:
                     self.reason = "no layer, or not every quantizer, has integers of one byte outside of layers"
                     return
                 device = next(model.parameters()).device
@@ -102,7 +107,7 @@ class Evaluator:
             self._proof = None if self._key in agreed else (program, evaluated)
 
     def answers(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether the program computes what the model does, which the first inputs that it sees have to show."""
+        """Return True if the program computes what the model does, as first inputs show."""
         assert self.program is not None
         if self._proof is not None:
             program, evaluated = self._proof
@@ -125,14 +130,14 @@ class Evaluator:
             self.program = None
         return self.program is not None
 
-    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        """The model's result for these arguments; raises NotANumberError if a value is NaN.
+    def __call__(self, args: Args, kwargs: Kwargs) -> object:
+        """Return the model's result; raise NotANumberError if a value is NaN.
 
         On a GPU the host does not wait for that, and the whole result is NaN.
         """
         assert self.program is not None
         if self._seen is not None:
-            self._seen.zero_()
+            self._seen.zero_()  # of an earlier call's NaN
         result, self.failures = self.program(*args, **kwargs), 0
         if (seen := self._seen) is not None:
             result = pytree.tree_map(
@@ -141,21 +146,20 @@ class Evaluator:
         given = [*args, *kwargs.values()]
         if any(isinstance(x, Tensor) and x.dim() == 4 and not x.is_contiguous() for x in given):
             return result
+        # The program computes with channels innermost; callers of contiguous images expect contiguous results.
         return pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, result)
 
 
-def takes(given: list[Any], device: torch.device) -> bool:
-    """Whether programs take these inputs, besides what is asked of training on kernels.
-
-    A CUDA graph would keep the integers that it was recorded with.
-    """
+def takes(given: Iterable[Tensor], device: torch.device) -> bool:
+    """Return True if programs take these inputs, besides what training asks of them."""
+    # A CUDA graph would keep the integers that it was recorded with.
     if torch.is_grad_enabled() or (any(x.is_cuda for x in given) and torch.cuda.is_current_stream_capturing()):
         return False
     return all(type(x) is Tensor and x.device == device and (x.is_cpu or passes_values(x)) and x.numel() for x in given)
 
 
 def on_device(program: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, Tensor | None]:
-    """A program, or a copy on a GPU with the tensor that its quantizers make NaN where a value is."""
+    """Return a program for a device, and on a GPU the tensor that notes a NaN."""
     seen = torch.zeros((), device=device)
     if not passes_values(seen):
         return program, None
@@ -166,24 +170,25 @@ def on_device(program: fx.GraphModule, device: torch.device) -> tuple[fx.GraphMo
     return program, seen
 
 
-def _on_cpu(values: Any) -> Any:
-    return pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, values)
+def _on_cpu(values: _T) -> _T:
+    return cast("_T", pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, values))
 
 
 def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a program computes a model's integers, each from the same integers before it, and its results.
+    """Return True if a program computes a model's integers and results.
 
-    `fast`: the `merged` program, which has to compute the same to the bit.
+    Each quantizer's integers are computed from the same integers before it. `fast`, the `merged` program, has to be
+    equal.
     """
     recorder = Recorder(program)
     with rewinding():  # so that each of the three draws the same random numbers, if any
         theirs = recorder.run_with(args, kwargs)
     calls = quantizer_calls(evaluated)
-    quantizers: dict[str, Any] = {
-        name: evaluated.get_submodule(path) for path, names in calls.items() for name in names
-    }
-    stored = {name: stored_offset(each) - shift_of(each) for name, each in quantizers.items()}
-    integers = {name: codes.cpu().float() + stored[name] for name, codes in recorder.codes.items()}
+    integers: dict[str, Tensor] = {}
+    for path, names in calls.items():
+        quantizer = cast("Quantizer", evaluated.get_submodule(path))
+        offset = stored_offset(quantizer) - shift_of(quantizer)
+        integers |= {name: recorder.codes[name].cpu().float() + offset for name in names if name in recorder.codes}
     follower = Follower(calls, integers, "the program")
     with plain_formulas(), follower.following(evaluated), rewinding():
         ours = evaluated(*_on_cpu(args), **_on_cpu(kwargs))
@@ -196,14 +201,7 @@ def agrees(program: fx.GraphModule, fast: nn.Module, evaluated: nn.Module, args:
     return all(_is_close(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def _in_float(program: fx.GraphModule, evaluated: nn.Module) -> bool:
-    """Whether quantizers run outside the program's codes: inside a layer, or on a grid that bytes cannot hold."""
-    held = {node.meta.get(QUANTIZER) for node in program.graph.nodes}
-    return not held.issuperset(name for names in quantizer_calls(evaluated).values() for name in names)
-
-
 def _sample(evaluated: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The first sample of a batch; the whole batch if inputs differ in length, or if the model takes no single one."""
     lengths = {len(x) if x.dim() else 0 for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
     if len(lengths) == 1 and lengths.pop() > 1:
         first = pytree.tree_map(lambda x: x[:1] if isinstance(x, Tensor) else x, (args, kwargs))
@@ -214,25 +212,25 @@ def _sample(evaluated: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 
 
 class Recorder(fx.Interpreter):
-    """Runs a program and keeps the codes of every quantizer."""
+    """An interpreter of a program that keeps the codes of every quantizer."""
 
     def __init__(self, program: fx.GraphModule) -> None:
         super().__init__(program)
         self.nodes = program.graph.nodes
         self.codes: dict[str, Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
-        """The node's value, kept if it is that of a quantizer."""
+    def run_node(self, n: fx.Node) -> object:
+        """Return the node's value, and keep it if it is a quantizer's."""
         value = super().run_node(n)
         if QUANTIZER in n.meta:
             self.codes[n.meta[QUANTIZER]] = value
         return value
 
-    def run_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The program's result for these arguments."""
-        ends = [node for node in self.nodes if node.op == "placeholder"]
-        given = dict(zip([str(node.target) for node in ends], args, strict=False)) | kwargs
-        return self.run(*[given[str(node.target)] if str(node.target) in given else node.args[0] for node in ends])
+    def run_with(self, args: Args, kwargs: Kwargs) -> object:
+        """Return the program's result for these arguments."""
+        names = {str(node.target): node for node in self.nodes if node.op == "placeholder"}
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return self.run(*[given[name] if name in given else node.args[0] for name, node in names.items()])
 
 
 def _is_close(ours: Tensor, theirs: Tensor) -> bool:
@@ -248,7 +246,6 @@ def _has_hooks_of_qat(module: nn.Module) -> bool:
 
 
 def _refusal(model: PreparedGraph) -> str | None:
-    """What may compute anything else than its program would; None if nothing does, "" if the caller knows."""
     if broken := not_finite(model):  # integers would lose it
         return broken
     tensors = [*model.parameters(), *model.buffers()]

@@ -1,4 +1,7 @@
-"""What runs how in a fused graph, and why: the answers of the predicates that decided it, for `qat.explain`."""
+"""The answer of a fused graph to `qat.explain`: what runs how, and why.
+
+The predicates that decided it are asked again.
+"""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -25,11 +28,11 @@ ON_CODES = "on codes"
 def explain_part(
     model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
 ) -> tuple[str, dict[str, Row]]:
-    """How a traced model or part trains: a sentence without its subject, and what runs in it, by name."""
+    """Say how a part trains, without the subject, and what runs in it, by name."""
     evaluated = not model.training
     with evaluating(model) if evaluated else nullcontext():
         if evaluated:
-            model.train()
+            model.train()  # only what would train is asked about
         given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
         no_memory = "it has no memory to compute in (device meta)" if model._is_meta_only() else None
         whole = no_memory or model._watched_by() or model._refusal(given, compiling=False)
@@ -39,7 +42,9 @@ def explain_part(
             whole = whole or verdict.reason
         plan = CodesPlan(model, distrusted or ())
         if not plan.layers:
-            whole = whole or _nothing_on_codes(model)
+            quantizers = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
+            calibrated = not quantizers or any(each.is_calibrated for each in quantizers)
+            whole = whole or ("no layer of it takes codes" if calibrated else "it is not calibrated")
         rows = _rows(plan, whole, shapes)
     if whole is not None:
         how = f"trains {PLAINLY}: {whole}"
@@ -54,15 +59,7 @@ def explain_part(
     return how, rows
 
 
-def _nothing_on_codes(model: Any) -> str:
-    quantizers = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
-    if quantizers and not any(each.is_calibrated for each in quantizers):
-        return "it is not calibrated"
-    return "no layer of it takes codes"
-
-
 def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) -> dict[str, Row]:
-    """How layers, quantizers of activations and their products train, by name; whole: why none runs on codes."""
     found: dict[str, Row] = {}
     for node in plan.nodes:
         module = submodule_of(plan.model, node)
@@ -79,7 +76,6 @@ def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) 
 
 
 def _how(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) -> tuple[str, str]:
-    """How a node trains, and why."""
     reason = plan.refused.get(node) or _tensors_refusal(plan, node, module) or _device_refusal(plan, node)
     if reason is not None:
         return PLAINLY, reason
@@ -98,7 +94,6 @@ def _device_refusal(plan: CodesPlan, node: fx.Node) -> str | None:
 
 
 def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
-    """What is computed together with a quantizer, from the BatchNorm on; nothing of a product of activations."""
     chain = plan.chains.get(quantizer)
     if chain is None:
         return ""
@@ -111,7 +106,6 @@ def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
 
 
 def _tensors_refusal(plan: CodesPlan, node: fx.Node, module: Any) -> str | None:
-    """What the functions on codes would find of the tensors of a quantizer or a layer."""
     if isinstance(module, Quantizer):
         return NOT_TAKEN if learned_by(module, module.scale) is None else None
     if not isinstance(module, QuantLayer):
@@ -124,11 +118,10 @@ def _tensors_refusal(plan: CodesPlan, node: fx.Node, module: Any) -> str | None:
 
 
 def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Size | None) -> tuple[str, str]:
-    """How a layer on codes multiplies."""
     weight, source = _weight(plan, node, layer), plan.grid(node.args[0])
     assert source is not None
     quantizer: Any = submodule_of(plan.model, source)
-    zero = SHIFT if quantizer.spec.signed else 0
+    zero = SHIFT if quantizer.spec.signed else 0  # of the codes
     zero += 0 if quantizer.zero_point is None else round(float(quantizer.zero_point))
     if weight is None:
         return f"{ON_CODES}, in integers where it pays", ""
@@ -141,7 +134,6 @@ def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Siz
 
 
 def _weight(plan: CodesPlan, node: fx.Node, layer: QuantLayer) -> Tensor | None:
-    """A layer's weight; None if the graph computes it."""
     own = getattr(layer, "weight", None)
     if isinstance(own, Tensor):
         return own

@@ -1,17 +1,15 @@
-"""`FusedGraph`: a prepared model that trains on codes where kernels apply and a self-check found the same result."""
+"""`FusedGraph`: a prepared model that runs on codes where a self-check allows it."""
 
 import functools
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
 
-from qat.analysis.explain import Row
 from qat.codes.check.judging import judge
-from qat.codes.evaluating import Evaluator, takes
+from qat.codes.evaluating import Args, Evaluator, Kwargs, takes
 from qat.codes.explain import explain_part
 from qat.codes.training.rewriting import FusedForward, fused_forward
 from qat.codes.verdict import Verdict, is_wanted
@@ -35,15 +33,14 @@ log = logging.getLogger("qat")
 NO_LIBRARY = "there is no C library (the log says why)"
 
 MOST_FAILURES = 3
-"""After so many self-checks in a row for which no step could run, the model is not checked again; nor is evaluation
-on integers tried again after so many failures, or changes, in a row."""
+"""Failures in a row after which a self-check or an integer program is given up."""
 
 UNSETTLED = "what it depends on is another at every forward"
 
 
 @dataclass
 class EngineState:
-    """What is known of one model; its copies and pickles begin without."""
+    """Per-model cache of the engine. Copies and pickles start empty."""
 
     fused: FusedForward | None = None
     probed: frozenset[torch.device] = frozenset()  # the devices on which kernels were tried
@@ -51,26 +48,26 @@ class EngineState:
     failures: int = 0  # self-checks in a row for which no step could run
     evaluator: Evaluator | None = None
     rebuilt: int = 0  # evaluators in a row that were made anew, since the model had changed
-    agreed: dict[str, bool] = field(default_factory=dict)  # whether programs compute what the model does, by their code
+    agreed: dict[str, bool] = field(default_factory=dict)  # by the code of programs: they compute what the model does
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["EngineState"], tuple[()]]:
         return EngineState, ()
 
 
 class FusedGraph(PreparedGraph):
-    """A prepared model that trains with a graph derived from its own; see `qat.codes.training.rewriting`."""
+    """A prepared model that trains with a graph derived from its own (`rewriting`)."""
 
     _engine_state: EngineState
 
     def recompile(self) -> Any:
-        """Generate forward from the graph again; in training the fused graph may run in its place."""
+        """Generate forward again, which may run the fused graph in the plain one's place."""
         vars(self).setdefault("_engine_state", EngineState())
         code = super().recompile()
         cls: Any = type(self)
         plain: Forward = cls.forward
 
         @functools.wraps(plain)
-        def forward(self: FusedGraph, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: FusedGraph, *args: object, **kwargs: object) -> object:
             evaluator = None if self.training else self._evaluator(args, kwargs)
             if evaluator is not None:
                 try:
@@ -81,7 +78,7 @@ class FusedGraph(PreparedGraph):
             fused = self._ready(args, kwargs)
             if fused is None or fused.run is None:
                 return plain(self, *args, **kwargs)
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():  # Dynamo guards on the model's modules, and cannot on their tree
                 return fused.run(self, *args, **kwargs)
             try:
                 return fused.run(fused.modules, *args, **kwargs)
@@ -89,21 +86,19 @@ class FusedGraph(PreparedGraph):
                 self._name_left_out(error, args, kwargs)
                 raise
 
-        cls.forward = forward
+        cls.forward = forward  # of this model alone: torch.fx makes a class for each
         return code
 
     def _fused_engine(self) -> "FusedGraph":
         return self
 
     def _forget(self) -> None:
-        """Forget the derived graph too."""
         super()._forget()
         self._engine_state.fused = self._engine_state.evaluator = None
 
     def _derive(self) -> FusedForward:
-        """The fused forward, derived again if the graph or a module changed."""
         found = self._engine_state.fused
-        if found is None or not found.watched.holds():
+        if found is None or not found.watched.holds():  # the graph or a module changed
             self._follow_changes()
             known = self._verdicts
             self._engine_state.fused = found = fused_forward(self, known)
@@ -114,12 +109,12 @@ class FusedGraph(PreparedGraph):
 
     @property
     def _verdicts(self) -> dict[str, Verdict]:
-        """Results of self-checks, by the key of the graph; a copy of the model keeps them. The present one is last."""
+        # By the key of the graph, the present one last. A copy of the model keeps them.
         found: dict[str, Verdict] = vars(self).setdefault(VERDICTS, {})
         return found
 
-    def _self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """Compare a fused training step on a slice of the batch with the plain one; None if none can run on codes."""
+    def _self_check(self, *args: object, **kwargs: object) -> Verdict | None:
+        """Compare a fused step on a slice of the batch with the plain one, if one can run."""
         with capturing_alone:  # a thread that waited finds the verdict
             fused = self._derive()
             if fused.graph is None or fused.verdict is not None:
@@ -131,13 +126,12 @@ class FusedGraph(PreparedGraph):
                     verdict = Verdict(None, f"{MOST_FAILURES} times no step of it could be run apart")
             if verdict is not None:
                 self._verdicts[fused.key] = verdict
-                state.fused, state.failures = None, 0
+                state.fused, state.failures = None, 0  # it is derived again, as the verdict says
                 if verdict.reason:
                     log.warning("%s", verdict)
             return self._derive().verdict
 
-    def _check_before_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
-        """`_self_check` of a model in training or in evaluation; None if no kernels apply."""
+    def _check_before_training(self, args: Args, kwargs: Kwargs) -> Verdict | None:
         with evaluating(self):  # at its end every flag is what it was
             self.train()
             if not is_wanted() or plain_here() or self._is_meta_only():
@@ -148,21 +142,17 @@ class FusedGraph(PreparedGraph):
                 return None
             return self._self_check(*args, **kwargs)
 
-    def _explain(
-        self, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
-    ) -> tuple[str, dict[str, Row]]:
-        """See `explain_part`."""
-        return explain_part(self, inputs, shapes)
+    _explain = explain_part
 
     def _probe_devices(self) -> None:
-        """Find out which kernels work on the model's devices; under torch.compile nothing can be tried."""
+        # Now, since under torch.compile nothing can be tried.
         self._engine_state.probed = devices = frozenset(parameter.device for parameter in self.parameters())
         if any(device.type == "cpu" for device in devices) and compiler.library() is not None:
             for each in onednn.KINDS:
                 onednn.are_exact(each)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
-        """Move as any module does, and probe the device if it is another one."""
+        # Another device may have other kernels.
         moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         probed = self._engine_state.probed
         if probed and probed != {parameter.device for parameter in self.parameters()}:
@@ -170,23 +160,23 @@ class FusedGraph(PreparedGraph):
         return moved
 
     def train(self, mode: bool = True) -> "Self":
-        """Derive the fused graph when training begins: torch.compile can only run a graph that exists already."""
+        """Set the mode, and derive the fused graph when training begins."""
         model = super().train(mode)
         if mode:
             self._engine_state.evaluator = None  # a step may write through `.data`, which nothing counts
             if not self._is_meta_only():
-                self._derive()
+                self._derive()  # now, since torch.compile can only run a graph that exists already
         return model
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FusedForward | None:
-        """The fused forward, if kernels take these inputs; None for the prepared graph."""
+    def _ready(self, args: Args, kwargs: Kwargs) -> FusedForward | None:
+        """Return the fused forward if kernels take these inputs, else None."""
         compiling = torch.compiler.is_compiling()
         if not self.training or self._watched_by() is not None:
             return None
         leaves = (*args, *kwargs.values())
         if any(isinstance(x, (list, tuple, dict)) for x in leaves):
             leaves = tuple(pytree.tree_leaves((args, kwargs)))
-        given: list[Any] = [x for x in leaves if isinstance(x, (torch.Tensor, fx.Proxy))]
+        given = cast("list[torch.Tensor]", [x for x in leaves if isinstance(x, (torch.Tensor, fx.Proxy))])
         if not all(type(x) in (torch.Tensor, nn.Parameter) or compiling for x in given):
             return None  # tensors that hold no values, such as those of a tracer
         refused = self._refusal(given, compiling)
@@ -196,7 +186,7 @@ class FusedGraph(PreparedGraph):
             return None
         if not compiling and not self._engine_state.probed:
             self._probe_devices()
-        fused = self._engine_state.fused if compiling else self._derive()
+        fused = self._engine_state.fused if compiling else self._derive()  # which Dynamo could not trace
         if fused is None or fused.graph is None or (compiling and not fused.watched.holds_compiled(self)):
             return None
         if fused.verdict is None and is_wanted():
@@ -205,8 +195,7 @@ class FusedGraph(PreparedGraph):
             fused = self._derive()
         return fused
 
-    def _evaluator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluator | None:
-        """The model's integer program, if it takes these inputs; None if the model evaluates as it is."""
+    def _evaluator(self, args: Args, kwargs: Kwargs) -> Evaluator | None:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._watched_by() is not None:
             return None
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -227,31 +216,28 @@ class FusedGraph(PreparedGraph):
 
     @property
     def evaluates_on_codes(self) -> bool:
-        """Whether its last evaluation ran an integer program."""
+        """Return True if the last evaluation ran an integer program."""
         found = self._engine_state.evaluator
         return found is not None and found.program is not None
 
     def _give_up(self, evaluator: Evaluator, error: Exception) -> None:
-        """Count the failures in a row of an integer program, and leave it after the last; the state stays the same."""
         evaluator.failures += 1
         if evaluator.failures == MOST_FAILURES:
-            evaluator.program = None
+            evaluator.program = None  # and its state stays, so that no other is made
             self._log_once(f"evaluation runs operation by operation: its integer program fails ({first_line(error)})")
 
     def _is_in_use(self) -> bool:
-        """Whether all ranges are set and in use; before, that it evaluates plainly is no news."""
+        # Until every quantizer is calibrated and enabled, evaluation in float is expected and no news.
         quantizers = [each for each in self.modules() if isinstance(each, Quantizer)]
         return all(bool(each.calibrated) and not each.passes for each in quantizers)
 
     def _watched_by(self) -> str | None:
-        """Why only plain operations will do, whatever the inputs are; None if kernels may run."""
         if plain_wanted():
             return "plain_formulas is on"
         watched = not torch.compiler.is_compiling() and plain_here()
         return "something other than autograd looks at every operation" if watched else None
 
     def _refusal(self, given: list[torch.Tensor], compiling: bool) -> str | None:
-        """Why kernels do not apply to these inputs; None if they do."""
         floating = next((x for x in given if x.is_floating_point()), None)
         x = floating if floating is not None else next(iter(given), None)
         x = next(self.parameters()) if x is None else x
@@ -272,7 +258,6 @@ class FusedGraph(PreparedGraph):
         return None if (is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY
 
     def _log_once(self, reason: str) -> None:
-        """Log why this model computes operation by operation, once for each reason."""
         if reason not in self._engine_state.logged:
             self._engine_state.logged |= {reason}
             log.info("%s", reason)

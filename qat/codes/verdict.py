@@ -1,4 +1,4 @@
-"""`Verdict`: what a self-check found; and whether models are checked."""
+"""`Verdict`: the result of a self-check."""
 
 import os
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a self-check found."""
+    """The result of a self-check."""
 
     distrusted: tuple[str, ...] | None = ()  # modules that do not train on codes; None: the whole model trains plainly
     reason: str = ""  # the first difference
@@ -20,5 +20,5 @@ class Verdict:
 
 
 def is_wanted() -> bool:
-    """Whether models are checked; QAT_SELF_CHECK=off trusts them."""
+    """Return True if models are checked; QAT_SELF_CHECK=off trusts them."""
     return os.environ.get("QAT_SELF_CHECK", "").lower() != "off"

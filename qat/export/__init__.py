@@ -1,9 +1,8 @@
-"""Deployment: integer files in ONNX and .tflite, and the proof of what they compute."""
+"""Deployment: integer files in ONNX and .tflite, and proofs of their answers."""
 
 from qat.export.agreement import Verification
-from qat.export.converted import IntegerModel, convert
+from qat.export.converted import IntegerArrays, IntegerModel, convert, integer_weights
 from qat.export.exporter import export_onnx
-from qat.export.integer_weights import IntegerArrays, integer_weights
 from qat.export.lint.rules import Finding, lint_onnx
 from qat.export.litert.engines import compare_litert_layers, verify_litert
 from qat.export.litert.exporter import export_litert

@@ -1,18 +1,17 @@
-"""Comparison of two runtimes' answers: classes, values within a tolerance, integers."""
+"""Comparison of two runtimes' answers: classes, values in a tolerance, integers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.inputs import Batch, inputs_and_labels, run_batch
+from qat.inputs import Batch, Inputs, inputs_and_labels, run_batch
 from qat.integers.following import ROUNDING, LayerDifference
 from qat.torch_internals import pytree
 
 TOLERANCE = 0.01
-"""How far a value may be off and count as equal, as a share of the range of the model's output: between two and three
+"""Largest error of a value that counts as equal, as a share of the range of the model's output: between two and three
 levels of an output with 8 bits."""
 
 MIN_AGREEMENT = 0.995
@@ -21,9 +20,12 @@ MIN_AGREEMENT = 0.995
 Pair = tuple[list[Tensor], list[Tensor], Tensor | None]
 """The outputs of the model and of the file for one batch, and its labels if there are any."""
 
-Follow = Callable[[Any], tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]]
-"""Gives every layer's integers, given the file's before it, and the outputs twice: by torch from the file's last
-integers, and by the file as it is read."""
+Run = Callable[[Inputs], list[Tensor]]
+"""Function from inputs to a runtime's outputs."""
+
+Follow = Callable[[Inputs], tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]]
+"""Function from inputs to every layer's integers, given the file's before it, and to the outputs twice: by torch from
+the file's last integers, and by the file while it is read."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,13 @@ class Verification:
         return self.agreement >= MIN_AGREEMENT and self.close >= MIN_AGREEMENT
 
 
-def output_tensors(answer: Any) -> list[Tensor]:
-    """The tensors of a torch model's answer, in the order of the file's outputs."""
+def output_tensors(answer: object) -> list[Tensor]:
+    """Return the tensors of a model's answer, in the order of the file's outputs."""
     return [leaf.cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
 
 
-def answers(caller: str, run: Callable[[Any], list[Tensor]], model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
-    """Return a batch's inputs; and the model's outputs, `run`'s, and labels of classes."""
+def answers(caller: str, run: Run, model: torch.nn.Module, batch: Batch) -> tuple[Inputs, Pair]:
+    """Return a batch's inputs, and both outputs for them with the labels of classes."""
     inputs, labels = inputs_and_labels(caller, batch)
     expected = output_tensors(run_batch(caller, model, inputs))
     return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
@@ -77,6 +79,7 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
     for expected, got, _ in pairs:
         if [tuple(x.shape) for x in expected] != [tuple(x.shape) for x in got]:
             raise ValueError("verify_onnx: the file's outputs have other shapes than the model's; was it made from it?")
+    # Per output the pairs of all batches, in place of per batch the pairs of all outputs.
     outputs = zip(*(list(zip(expected, got, strict=True)) for expected, got, _ in pairs), strict=True)
     compared = [held for both in outputs if (held := [(a, b) for a, b in both if a.numel()])]
     if not compared:
@@ -94,7 +97,7 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
 
 
 def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Tell which predictions of one output are equal, in a flat tensor of all batches."""
+    """Return a flat mask over all batches: the predictions of one output are equal."""
     if not _has_classes(both[0][0]):
         return close_predictions(both)
     same = [(a.argmax(1) == b.argmax(1)) & a.isfinite().all(1) & b.isfinite().all(1) for a, b in both]
@@ -102,7 +105,7 @@ def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Tell which predictions have right values: equal integers, or within `TOLERANCE`."""
+    """Return a mask of right predictions: equal integers, or within `TOLERANCE`."""
     first = both[0][0]
     if not first.is_floating_point():
         return torch.cat([(a == b).flatten() for a, b in both])
@@ -125,6 +128,6 @@ def _top1(pairs: list[Pair], which: int) -> float | None:
             continue
         logits = both[which][0]
         if not _has_classes(logits) or labels.shape != logits[:, 0].shape:
-            return None
+            return None  # labels of something else than classes
         right.append(((logits.argmax(1) == labels.to(logits.device)) & ~logits.isnan().any(1)).flatten())
     return 100.0 * torch.cat(right).double().mean().item() if right else None

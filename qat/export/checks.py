@@ -3,13 +3,11 @@
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from qat.analysis.state import not_finite
-from qat.analysis.table import float_results, said_of
 from qat.collectives import is_sharded
 from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model, described, does_not_run
@@ -28,7 +26,7 @@ ROUNDS_OTHERWISE = (
     "has other integers than round(x / scale) + zero_point, halves to even, as which runtimes compute those of"
     " activations; use it for weights alone, or set exportable = False"
 )
-"""The end of the sentence about a rule that no runtime computes on activations."""
+"""End of the sentence about a rule that no runtime computes on activations."""
 
 FLOAT32_BYTES = 4
 
@@ -48,7 +46,7 @@ def check_exportable(model: nn.Module, caller: str = "export_onnx") -> None:
 
 
 def check_integers(model: nn.Module, caller: str) -> None:
-    """Check that every quantizer is on, calibrated, and has integers of at most 8 bits."""
+    """Check that every quantizer is on, calibrated, and has at most 8 bits."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
@@ -65,8 +63,7 @@ def check_integers(model: nn.Module, caller: str) -> None:
                 " model.float() first"
             )
     for name, quantizer in quantizers.items():
-        refusal = quantizer.refusal()
-        if refusal is not None:
+        if (refusal := quantizer.refusal()) is not None:
             raise ValueError(f"{caller}: {name!r} {refusal}")
         if quantizer.is_disabled:
             raise ValueError(
@@ -98,7 +95,7 @@ def check_finite(model: nn.Module, caller: str) -> None:
 
 @torch.no_grad()
 def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
-    """Return whether quantize(x) = (codes(x) - zero_point) * scale."""
+    """Return True if quantize(x) = (codes(x) - zero_point) * scale."""
     scale, zero_point = quantizer.grid(x)
     expected = (quantizer.codes(x) - zero_point) * scale
     # The difference of NaN weights is NaN and passes; they are refused when their integers are stored.
@@ -107,7 +104,7 @@ def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
 
 
 def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
-    """A tensor to try a quantizer on: its weight, or points on, between and beyond levels."""
+    """Return values to try a quantizer on: its weight, or points around its levels."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer and not isinstance(owner, QuantFunction):
         return owner.channels_first(owner.weight.detach())
@@ -126,7 +123,7 @@ def check_new_file(path: Path, caller: str = "export_onnx") -> None:
 
 
 def frozen_for(caller: str, evaluated: nn.Module, operations: Operations, weights_alone: bool = False) -> nn.Module:
-    """`freeze` an `evaluation_copy`, and refuse in the caller's name what has no integers."""
+    """Freeze an `evaluation_copy`; refuse in the caller's name what has no integers."""
     try:
         return freeze(evaluated, operations, weights_alone=weights_alone)
     except FreezingError as error:
@@ -136,7 +133,7 @@ def frozen_for(caller: str, evaluated: nn.Module, operations: Operations, weight
 def why_not_exported(
     model: nn.Module, example_inputs: Inputs, error: Exception, caller: str = "export_onnx", by: str = "torch.onnx"
 ) -> ValueError:
-    """Explain a failed export: the model does not run with the inputs, or torch's reason."""
+    """Explain a failed export: the model does not run at all, or torch's reason."""
     try:
         with evaluating(model), torch.no_grad():
             call_model(model, example_inputs)
@@ -148,18 +145,11 @@ def why_not_exported(
     return ValueError(f"{caller}: {by} cannot export {type(model).__name__}: {first_line(first)}")
 
 
-def warn_of_float_results(model: nn.Module) -> None:
-    """Warn of convolutions of one's own that the file computes in float."""
-    found = float_results(model)
-    if found:
-        warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=3)
-
-
 def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
     """Warn of hooks and patched methods: what is made of integers does not call them."""
     written = (QuantLayer, Quantizer, PreparedGraph)
-    watched = [name or type(model).__name__ for name, module in model.named_modules()
-               if isinstance(module, written) and is_watched(module)]  # fmt: skip
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, written)]
+    watched = [name or type(model).__name__ for name, module in modules if is_watched(module)]
     if watched:
         warnings.warn(
             f"{caller}: hooks and patched methods of {', '.join(watched[:5])} are left out; what is made of integers"
@@ -168,10 +158,11 @@ def warn_of_hooks(model: nn.Module, caller: str = "export_onnx") -> None:
         )
 
 
-def result_names(exported: Any) -> list[str]:
-    """The path to each tensor of an exported model's result; "output" without one."""
+def result_names(exported: torch.export.ExportedProgram) -> list[str]:
+    """Return the path to each tensor of a model's result; "output" without one."""
     results = exported.graph.output_node().args[0][-len(exported.graph_signature.user_outputs) :]
     result = pytree.tree_unflatten(results, exported.call_spec.out_spec)
+    # Constants in a result (None, numbers) are no outputs of a file.
     paths = [path for path, leaf in pytree.tree_flatten_with_path(result)[0] if isinstance(leaf, fx.Node)]
     steps = [re.findall(r"[^\[\]'.]+", pytree.keystr(path)) for path in paths]
     return [".".join(["output"] * (not parts or parts[0].isdigit()) + parts) for parts in steps]

@@ -1,21 +1,34 @@
-"""`convert`: a prepared model as a plain module of integers, for deployment in torch."""
+"""The integers of a prepared model, in torch (`convert`) and NumPy."""
 
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 
 from qat.contexts import in_full_precision
-from qat.export.checks import check_exportable, frozen_for, warn_of_hooks
+from qat.export.checks import check_exportable, check_integers, frozen_for, warn_of_hooks
 from qat.functional.tensors import require_floating
 from qat.inputs import expect_model
-from qat.integers.evaluation import evaluation_copy
-from qat.integers.frozen import FrozenLayer, FrozenQuantizer, NotANumberError, Operations
+from qat.integers.evaluation import evaluation_copy, joined, numbered
+from qat.integers.frozen import (
+    FrozenLayer,
+    FrozenParameter,
+    FrozenQuantizer,
+    FrozenTable,
+    NotANumberError,
+    Operations,
+)  # fmt: skip
 from qat.kernels import plain_formulas
 from qat.preparation.refusals import wrapped
 from qat.torch_internals import children_of, decomposed_operators, parameters_of
 
 Execution = Literal["reference", "export"]
+Array = npt.NDArray[Any]
 
 
 class IntegerModel(nn.Module):
@@ -29,10 +42,10 @@ class IntegerModel(nn.Module):
     def __init__(self, graph_module: nn.Module, execution: Execution) -> None:
         super().__init__()
         self.graph_module, self.execution = graph_module, execution
-        self.eval()
+        self.eval()  # there is nothing to train
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the prepared model in evaluation."""
+        """Return what the prepared model returns in evaluation."""
         if self.execution == "export":
             return self.graph_module(*args, **kwargs)
         with torch.no_grad(), plain_formulas():
@@ -41,7 +54,7 @@ class IntegerModel(nn.Module):
 
 @in_full_precision
 def convert(model: nn.Module, execution: Execution = "reference") -> IntegerModel:
-    """A plain module that computes what the model's evaluation does, from integers alone.
+    """Return a plain module that computes the model's evaluation from integers alone.
 
     It holds no quantizer and no float weight of a quantized layer: weights are int8, biases int32 values.
 
@@ -85,7 +98,7 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
     exported = execution == "export"
     frozen = frozen_for("convert", evaluated, ExportOperations() if exported else IntegerOperations())
     if isinstance(frozen, fx.GraphModule):
-        frozen = fx.GraphModule(frozen, frozen.graph)  # which nothing of evaluation on integers looks after
+        frozen = fx.GraphModule(frozen, frozen.graph)  # a plain class, without the engine of evaluation on codes
     for name, module in list(frozen.named_modules()):
         if isinstance(module, FrozenQuantizer) and exported:
             frozen.set_submodule(name, ExportedQuantizer(module))
@@ -99,21 +112,21 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
 
 
 class IntegerOperations(Operations):
-    """Evaluation's arithmetic, to the bit; NaN is refused, for which there is no integer."""
+    """Arithmetic of evaluation, to the bit; NaN, which has no integer, is refused."""
 
     sums_integers = True
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
     ) -> Tensor:
-        """clamp(round(x / scale) + zero_point, *bounds)."""
+        """Return clamp(round(x / scale) + zero_point, *bounds)."""
         if not torch.compiler.is_compiling() and bool(require_floating(x, quantizer).isnan().any()):
             raise NotANumberError(quantizer)
         return super().quantize(x, scale, zero_point, bounds, quantizer)
 
 
 class ExportOperations(Operations):
-    """DequantizeLinear of constants as torch.export's operators."""
+    """Constants dequantized by torch.export's operators."""
 
     float_biases = True
 
@@ -123,7 +136,7 @@ class ExportOperations(Operations):
     def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
     ) -> Tensor:
-        """(codes - zero_point) * scale."""
+        """Return (codes - zero_point) * scale."""
         limits, ops = torch.iinfo(codes.dtype), self.operators
         points = torch.zeros_like(scale, dtype=torch.int64) if zero_point is None else zero_point
         if axis is None:
@@ -143,8 +156,107 @@ class ExportedQuantizer(nn.Module):
         self.numbers = (scale, *(int(each) - quantizer.offset for each in (zero_point, low, high)), kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x on the grid."""
+        """Round x to the grid."""
         ops = decomposed_operators()
         codes = ops.quantize_per_tensor.default(x, *self.numbers)
         y: Tensor = ops.dequantize_per_tensor.default(codes, *self.numbers)
         return y
+
+
+@dataclass(frozen=True)
+class IntegerArrays:
+    """The integers of one layer: real weight = (weight - zero_point) * scale.
+
+    A layer whose input has a grid computes y = (sum((x - input_zero_point) * weight) + bias) * bias_scale, with x the
+    codes of its input, and bias_scale = input_scale * scale. BatchNorm is folded in.
+
+    Attributes:
+        weight: int8, in the shape of the float layer's weight; tables and parameters on an unsigned grid are uint8.
+        scale: float32, (channels,): of the output, of an embedding (rows,), of a parameter ().
+        zero_point: in the type of weight and the shape of scale; 0 for layers.
+        bias: int32, (channels,), on the grid of bias_scale; None for tables, parameters and layers whose input is in
+            float (`activation_spec=None`), as all that follow.
+        bias_scale: float32, (channels,).
+        input_scale: float32, (), of a bilinear layer (2,).
+        input_zero_point: uint8 or int8, in the shape of input_scale.
+    """
+
+    weight: Array
+    scale: Array
+    zero_point: Array
+    bias: Array | None = None
+    bias_scale: Array | None = None
+    input_scale: Array | None = None
+    input_zero_point: Array | None = None
+
+
+@torch.no_grad()
+def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
+    """Return every quantized layer's integers as NumPy arrays, as in ONNX files.
+
+    Args:
+        model: a prepared and calibrated model, also one that was prepared in parts, or a module of quantized layers
+            of your own; it is not changed.
+
+    Returns:
+        Name of the layer to its integers. The second call of a shared layer, which may read another grid, is
+        `<name>.1`. A quantized parameter that a matrix product reads has the name of its quantizer.
+
+    Raises:
+        TypeError: if the model holds no quantizer.
+        ValueError: for a quantizer without integers of at most 8 bits: not calibrated, switched off, or of a rule
+            that has none.
+
+    >>> import qat
+    >>> layer = qat.QuantLinear(4, 2)
+    >>> qat.calibrate(layer, [torch.randn(64, 4)])
+    >>> arrays = qat.integer_weights(layer)[""]
+    >>> arrays.weight.dtype, arrays.weight.shape, arrays.bias.dtype, arrays.input_zero_point.dtype
+    (dtype('int8'), (2, 4), dtype('int32'), dtype('uint8'))
+    >>> real = arrays.weight * arrays.scale[:, None]
+    >>> bool(abs(real - layer.weight.detach().numpy()).max() <= arrays.scale.max() / 2 + 1e-6)
+    True
+    """
+    expect_model(integer_weights, model)
+    check_integers(model, "integer_weights")
+    frozen = frozen_for("integer_weights", evaluation_copy(model), Operations(), weights_alone=True)
+    seen: Counter[str] = Counter()
+    return {numbered(name, seen): arrays for name, arrays in _arrays(frozen, "")}
+
+
+def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]:
+    # In the order in which the layers run, or without a graph in that of their registration.
+    if isinstance(module, FrozenLayer):
+        yield module.layer_name, _of_layer(module)
+    elif isinstance(module, FrozenParameter):
+        yield module.quantizer_name, IntegerArrays(*map(_array, (module.codes, module.scale, module.zero_point)))
+    elif isinstance(module, FrozenTable):
+        table = IntegerArrays(*map(_array, (module.codes, module.scale, module.zero_point)))
+        yield path.rpartition("rows")[0].rstrip("."), table
+    else:
+        names = [name for name, _ in module.named_children()]
+        if isinstance(module, fx.GraphModule):
+            names = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
+        for name in dict.fromkeys(names):
+            yield from _arrays(module.get_submodule(name), joined(path, name))
+
+
+def _of_layer(layer: FrozenLayer) -> IntegerArrays:
+    weight = layer.weight if layer.in_torch_layout else layer.twin.torch_layout(layer.weight)
+    if not layer.input_qparams:
+        return IntegerArrays(*map(_array, (weight, layer.weight_scale, layer.weight_zero_point)))
+    scales, zero_points = zip(*layer.input_qparams, strict=True)
+    several = len(scales) > 1  # of a bilinear layer
+    return IntegerArrays(
+        weight=_array(weight),
+        scale=_array(layer.weight_scale),
+        zero_point=_array(layer.weight_zero_point),
+        bias=_array(layer.bias),
+        bias_scale=_array(layer.bias_scale),
+        input_scale=_array(torch.stack(scales) if several else scales[0]),
+        input_zero_point=_array(torch.stack(zero_points) if several else zero_points[0]),
+    )
+
+
+def _array(values: Tensor) -> Array:
+    return np.ascontiguousarray(values.numpy()).reshape(values.shape)

@@ -1,33 +1,35 @@
 """`export_onnx`: a prepared model as an ONNX file with integer initializers."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
+from qat.analysis.table import float_results, said_of
 from qat.contexts import in_full_precision
 from qat.export.checks import (
     check_exportable,
     check_new_file,
     frozen_for,
-    warn_of_float_results,
     warn_of_hooks,
     why_not_exported,
 )
-from qat.export.onnx.formats import take_pixels, to_qonnx, to_qoperator
+from qat.export.onnx.formats import as_json, pack_weights, save, take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
-from qat.export.onnx.saving import as_json, pack_weights, save
-from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
-from qat.export.onnxruntime.rewriting import rewrite_for_runtime
+from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips, rewrite_for_runtime
 from qat.inputs import Inputs, expect_model
 from qat.integers.evaluation import drop_defaults, evaluation_copy
 from qat.integers.freezing import frozen_grids
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 Format = Literal["qdq", "qoperator", "qonnx"]
 
@@ -38,7 +40,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     example_inputs: Inputs,
     *,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     exact_sums: bool = False,
     format: Format = "qdq",
     packed: bool = True,
@@ -101,10 +103,11 @@ def export_onnx(
     model = model if inside is None else inside[1]
     check_exportable(model)
     warn_of_hooks(model)
-    warn_of_float_results(model)
+    if found := float_results(model):
+        warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=2)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
     proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
-    if format == "qonnx":
+    if format == "qonnx":  # its runtimes compute in float: the changes for ONNX Runtime's kernels are not needed
         to_qonnx(proto)
     else:
         add_exactly(proto, everywhere=exact_sums)
@@ -121,7 +124,7 @@ def export_onnx(
     save(proto, Path(path), notes)
 
 
-def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
+def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> "ModelProto":
     evaluated = evaluation_copy(model)
     drop_defaults(evaluated)
     rewrite_for_runtime(evaluated, operations)
@@ -130,11 +133,12 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
         program = export_program(frozen, example_inputs, operations.opset)
     except Exception as error:  # torch.onnx has its own types
         raise why_not_exported(model, example_inputs, error) from error
-    refuse_lost_options(program)
-    proto = program.model_proto
+    exported, proto = program.exported_program, program.model_proto
+    assert exported is not None
+    refuse_lost_options(exported)
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
-    own_initializers(proto)
-    fix_sizes(program, proto)
-    name_outputs(program, proto)
+    own_initializers(proto)  # after the names: copies get numbers behind them
+    fix_sizes(exported, proto)
+    name_outputs(exported, proto)
     return proto

@@ -5,26 +5,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from qat.contexts import evaluating
-from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, answers, close_predictions, equal_predictions
+from qat.export.agreement import MIN_AGREEMENT, Follow, Pair, Run, answers, close_predictions, equal_predictions
 from qat.export.litert.engines import TorchFile, litert_following
 from qat.export.onnxruntime.session import open_session, run_session
 from qat.export.onnxruntime.verification import LayerComparison
-from qat.inputs import Batch, as_batches
+from qat.inputs import Batch, Inputs, as_batches
 from qat.integers.following import LayerDifference
 
-Fused = Callable[[Any, list[Tensor]], list[LayerDifference]]
-"""From inputs and the answers where all integers are read to what is computed otherwise unread."""
+B = TypeVar("B", bound=Batch)
+Fused = Callable[[Inputs, list[Tensor]], list[LayerDifference]]
+"""Function from inputs, and the answers while all integers are read, to layers that differ while none is read."""
 
 
 @dataclass
 class Differences:
-    """The reasons for answers of a file that are not its model's.
+    """The answers of a file that differ from its model's, and their reasons.
 
     Attributes:
         predictions: how many were compared, of the output that differs most.
@@ -46,7 +47,7 @@ class Differences:
 
 
 def allowed_of(predictions: int) -> int:
-    """The number of predictions that may differ without an explanation."""
+    """Return how many predictions may differ without an explanation."""
     return int((1 - MIN_AGREEMENT) * predictions)
 
 
@@ -59,7 +60,7 @@ def explain_differences(
     default_session: bool = False,
     engine: str | None = None,
 ) -> Differences:
-    """Find out why a file's answers are not its model's: near-ties, or another function.
+    """Find out why a file's answers differ: near-ties, or another function.
 
     Two runtimes add float32 numbers in another order. A value that lies on a tie between two integers is then rounded
     up by one and down by the other, and a network may amplify that to another class, or to values that are off by more
@@ -82,7 +83,7 @@ def explain_differences(
         ValueError: if there is no batch, or the file is not the model's.
     """
     given = as_batches(explain_differences, model, batches)
-    run: Callable[[Any], list[Tensor]]
+    run: Run
     follow: Follow
     fused: Fused | None = None
     if engine is None:
@@ -91,23 +92,24 @@ def explain_differences(
         follow, fused = comparison.follow, comparison.fused
     else:
         run, follow = TorchFile(Path(path).read_bytes(), engine), litert_following(path, model, engine)
+    # Engines of .tflite files round in fixed point: one level off is no other function.
     answer, levels = partial(answers, "explain_differences", run, model), None if engine is None else 1
     with evaluating(model), torch.no_grad():
         return explained(given, answer, follow, enough, levels, fused)
 
 
 def explained(
-    batches: Iterable[Any],
-    answer: Callable[[Any], tuple[Any, Pair]],
+    batches: Iterable[B],
+    answer: Callable[[B], tuple[Inputs, Pair]],
     follow: Follow,
     enough: int | None = None,
     levels: int | None = None,
     fused: Fused | None = None,
 ) -> Differences:
-    """`explain_differences` of any runtime.
+    """Explain the differences of any runtime.
 
-    Any integer may be off by `levels`; None: by near-ties alone. `fused` finds what the runtime computes otherwise
-    where nobody reads integers.
+    Any integer may be off by `levels`; None: by near-ties alone. `fused` finds layers that the runtime computes
+    otherwise while nobody reads integers.
     """
     counts: Tensor | None = None
     layers: list[LayerDifference] = []
@@ -133,18 +135,17 @@ def explained(
     if counts is None:
         raise ValueError("explain_differences: batches is empty; at least one batch is needed to compare anything")
     rows = counts.tolist()
+    # The output that differs most stands for all.
     predictions, differing, unexplained = max(rows, key=lambda row: (row[2] / row[0], row[1] / row[0]))
     return Differences(predictions, differing, unexplained, layers)
 
 
 def _right(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    # Of which predictions the class and the values are right, output by output.
     return [equal_predictions([both]) & close_predictions([both]) for both in pairs]
 
 
 def _sums(layers: list[LayerDifference]) -> list[LayerDifference]:
-    # The differences of several batches, added layer by layer.
-    found: dict[Any, LayerDifference] = {}
+    found: dict[tuple[str, tuple[str, ...]], LayerDifference] = {}
     for each in layers:
         old = found.setdefault((each.name, each.fused), replace(each, elements=0, differing=0, beyond_ties=0))
         sums = {key: getattr(old, key) + getattr(each, key) for key in ("elements", "differing", "beyond_ties")}

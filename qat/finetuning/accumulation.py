@@ -33,4 +33,4 @@ def grouped(batches: Iterable[Batch], count: int) -> Iterator[list[Batch]]:
     if not count >= 1:
         raise ValueError(f"grouped: count must be at least 1, got {count!r}")
     source = iter(batches)
-    return iter(lambda: list(islice(source, count)), [])
+    return iter(lambda: list(islice(source, count)), [])  # an empty list is the end

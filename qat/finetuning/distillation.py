@@ -78,7 +78,7 @@ class Distillation:
         return _watched(model, list(self.features))
 
     def __call__(self, output: Tensor | Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """Return the loss of the student's output: logits, or that of `watching(model)`."""
+        """Return the loss of a student's output: logits, or that of `watching`."""
         answers = self.answers(images)
         student: Mapping[str, Tensor] = {LOGITS: output} if isinstance(output, Tensor) else output
         for name, answer in answers.items():
@@ -94,7 +94,7 @@ class Distillation:
         return loss
 
     def _divergence(self, logits: Tensor, answers: Tensor) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
+        wide = torch.promote_types(logits.dtype, torch.float32)  # half precision loses small probabilities
         student, teacher = (F.log_softmax(z.to(wide) / self.temperature, dim=-1) for z in (logits, answers))
         return self.temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
@@ -128,7 +128,7 @@ class _Watching(nn.Module):
             if name not in modules:
                 hint = did_you_mean(name, modules, count=3) or f"modules are called {', '.join(list(modules)[1:4])} ..."
                 raise ValueError(f"features: {type(model).__name__} has no module {name!r}; {hint}")
-        self.train(model.training)
+        self.train(model.training)  # a new module is in training, whatever its children are
 
     def forward(self, *inputs: object) -> dict[str, object]:
         found: dict[str, object] = {}

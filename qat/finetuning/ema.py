@@ -84,7 +84,7 @@ class EMA:
             yield
         finally:
             _copy(tensors, own)
-            reshard(model)
+            reshard(model)  # else FSDP2 would go on with gathered averages
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name, not copied."""

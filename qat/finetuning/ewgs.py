@@ -52,7 +52,7 @@ def update_ewgs(
         raise ValueError("update_ewgs: the weights are sharded over the ranks; call it before fully_shard")
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     totals = {name: torch.zeros(3, device=module.ewgs_delta.device) for name, module in quantizers.items()}
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # the same signs in every call, and in a resumed run
     count = 0
     for module in quantizers.values():
         module.ewgs_delta.zero_()  # the Hessian is of the loss itself, without the current correction
@@ -136,7 +136,7 @@ def _gradients_and_diagonal(
 
 @torch.no_grad()
 def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
-    estimate = summed(estimate) / rank_count()
+    estimate = summed(estimate) / rank_count()  # each rank saw batches of its own
     trace, deviation, scale = estimate.unbind()
     delta = scale * quantizer.span() * trace / (SPREAD * deviation)
     delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)  # NaN for a tensor without gradients

@@ -88,8 +88,7 @@ class GradualQuantization:
 
     def _switch(self, on: bool) -> None:
         for quantizer in self._activations:
-            if quantizer.is_disabled == on:
-                quantizer.is_disabled = not on
+            quantizer.is_disabled = not on
 
     def _unhook(self) -> None:
         while self._hooks:
@@ -108,4 +107,4 @@ def _switched_on(model: nn.Module, role: str) -> list[Quantizer]:
     found = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == role]
     if not found:
         raise ValueError(f"GradualQuantization: the model has no quantizer of {role}s; call qat.prepare first")
-    return [each for each in found if not each.is_disabled]
+    return [each for each in found if not each.is_disabled]  # those that the user switched off stay off

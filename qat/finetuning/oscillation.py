@@ -177,7 +177,7 @@ class Oscillations:
             raise ValueError(f"Oscillations: the state is of another model; they differ in {different[0]!r}")
         for key in STATE:
             getattr(self, key).copy_(state[key])
-        self._holds = bool(self.frozen.any())
+        self._holds = bool(self.frozen.any())  # waits for the device, once
 
     def _codes(self) -> Tensor:
         # Weights that are frozen or switched off have not moved.
@@ -195,7 +195,7 @@ class Oscillations:
             return
         integers, frozen = self.integer.split_with_sizes(self._sizes), self.frozen.split_with_sizes(self._sizes)
         for each, codes, held, shape in zip(self.weights.values(), integers, frozen, self._shapes, strict=True):
-            if not each.quantizer.passes:
+            if not each.quantizer.passes:  # switched off, the weight is float for a while
                 rows = each.rows()
                 values = each.values(codes.view(shape)).to(rows.dtype)
                 each.write(torch.where(held.view(shape), values, rows))

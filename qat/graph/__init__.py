@@ -1,1 +1,1 @@
-"""Capture: a float model as a torch.fx graph over its own modules, by `torch.export`."""
+"""Capture: a float model as a torch.fx graph over its own modules."""

@@ -2,26 +2,26 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from qat.layers import attention_core
 
 
 def scaled_dot_product_attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """`F.scaled_dot_product_attention` as two matrix products and the operations between them.
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute attention as two matrix products and the operations between them.
 
+    It has the arguments of `F.scaled_dot_product_attention`:
     softmax(query @ key.T * scale + mask) @ value, with dropout on the probabilities.
 
     Shapes: query (..., L, E), key (..., S, E), value (..., S, Ev), attn_mask broadcastable to (..., L, S).
     """
-    if enable_gqa:
+    if enable_gqa:  # fewer heads of keys and values: each serves a group of queries
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     mask = None
@@ -29,33 +29,30 @@ def scaled_dot_product_attention(
         above = torch.ones((query.size(-2), key.size(-2)), dtype=torch.bool, device=query.device).triu(1)
         mask = torch.zeros_like(above, dtype=query.dtype).masked_fill(above, -math.inf)
     if attn_mask is not None:
-        given = attn_mask
-        if given.dtype == torch.bool:
-            given = torch.zeros_like(given, dtype=query.dtype).masked_fill(given.logical_not(), -math.inf)
-        mask = given if mask is None else mask + given
-    attended, _ = attention_core.attend(query, key, value, mask, _as_it_is, scale, dropout_p, dropout_p > 0)
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -math.inf)
+        mask = attn_mask if mask is None else mask + attn_mask
+    attended, _ = attention_core.attend(query, key, value, mask, lambda _, x: x, scale, dropout_p, dropout_p > 0)
     return attended
 
 
 def multi_head_attention(
-    module: nn.MultiheadAttention, named: Callable[..., Any], query: Any, key: Any, value: Any,
-    key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """`nn.MultiheadAttention` with a projection for each of query, key and value; the mask decides, not `is_causal`.
+    module: nn.MultiheadAttention, named: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor,
+    key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True, is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run `nn.MultiheadAttention` with a projection for each of query, key, value.
 
-    `named(name, function, *args)`: calls a function that a layer of this name will replace.
+    The mask decides, not `is_causal`. `named(name, function, *args)` calls a function that a layer of this name will
+    replace.
     """
     parameters = dict(zip(attention_core.PROJECTIONS, attention_core.projections(module), strict=True))
 
-    def project(name: str, x: Any) -> Any:
-        return module.out_proj(x) if name == "out_proj" else named(name, F.linear, x, *parameters[name])
+    def project(name: str, x: Tensor) -> Tensor:
+        projected: Tensor = module.out_proj(x) if name == "out_proj" else named(name, F.linear, x, *parameters[name])
+        return projected
 
     return attention_core.multihead_attention(
-        module, query, key, value, (attn_mask, key_padding_mask), project, _as_it_is,
+        module, query, key, value, (attn_mask, key_padding_mask), project, lambda _, x: x,
         single=query.dim() == 2, need_weights=need_weights, average=average_attn_weights,
     )  # fmt: skip
-
-
-def _as_it_is(name: str, tensor: Any) -> Any:
-    return tensor

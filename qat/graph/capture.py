@@ -1,8 +1,8 @@
-"""A model's graph in its present mode, compared with the model, which stays as it was."""
+"""A model's graph in its present mode, compared with the model."""
 
 import keyword
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,24 +16,10 @@ from qat.graph.nodes import FACTS, Facts
 from qat.graph.operators import PYTHONS
 from qat.graph.patches import capturing_alone, without_fast_path
 from qat.graph.randomness import python_state, seeded
-from qat.graph.side_effects import (
-    CaptureError,
-    Change,
-    LostStateError,
-    changed_by_mode,
-    is_equal,
-    restoring_state,
-    state_of,
-)
+from qat.graph.side_effects import CaptureError, LostStateError, changed_by_mode, is_equal, restoring_state, state_of
 from qat.inputs import Examples, call_with, copied
 from qat.text import first_line
-from qat.torch_internals import (
-    buffers_of,
-    children_of,
-    has_backward_hooks,
-    parameters_of,
-    pytree,
-)
+from qat.torch_internals import buffers_of, children_of, has_backward_hooks, parameters_of, pytree
 
 log = logging.getLogger("qat")
 
@@ -41,14 +27,15 @@ DRAWS = "forward draws from Python's or numpy's random numbers, which a graph do
 
 
 def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
-    """Refuse modules whose behaviour a graph would lose, and names that a graph cannot use."""
+    """Refuse modules whose behavior a graph would lose, and names that it cannot use."""
+    # A graph module has methods that a plain module lacks, such as `graph` and `recompile`.
     taken = {*dir(graph_class(nn.Module(), fx.Graph())), "self"} - set(dir(nn.Module()))
     words = {word for word in taken if word in {**children_of(model), **parameters_of(model), **buffers_of(model)}}
     paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
     words |= {name for name in paths if any(map(keyword.iskeyword, name.split(".")))}
     if words:
         raise CaptureError(f"a graph has other uses for the name {min(words)!r}; rename it to have one graph")
-    if type(model).__call__ is not nn.Module.__call__:
+    if type(model).__call__ is not nn.Module.__call__:  # it would run before forward
         raise CaptureError(f"{type(model).__name__} overrides __call__, and a graph has its forward alone")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -65,7 +52,7 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
 
 
 def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Captured:
-    """The model's graph in its present mode.
+    """Return the model's graph in its present mode.
 
     Raises:
         CaptureError: if it cannot be captured, or if the graph answers otherwise than the model.
@@ -75,34 +62,26 @@ def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> 
         captured = export(model, examples, allowed)
         draws = python_state() != before
     drop_unread(captured.graph, model, keep_modules=True)
-    _write_elsewhere(captured.graph, model)
+    memory = Memory(model, captured.graph)
+    for node in captured.graph.nodes:  # x += y makes a new tensor where no node sees the difference
+        name = str(node.target)
+        written = node.op == "call_method" and name.endswith("_") and name.removesuffix("_") in PYTHONS
+        if written and len(node.args) == 2 and not node.kwargs and memory.is_unseen(node):
+            node.op, node.target = "call_function", PYTHONS[name[:-1]]
     check_answer(model, examples, captured.graph, draws)
     return captured
 
 
-def _write_elsewhere(graph: fx.Graph, model: nn.Module) -> None:
-    """Let x += y make a new tensor, where no node sees the difference."""
-    memory = Memory(model, graph)
-    for node in graph.nodes:
-        written = node.op == "call_method" and str(node.target).removesuffix("_") in PYTHONS and len(node.args) == 2
-        if written and str(node.target).endswith("_") and not node.kwargs and memory.is_unseen(node):
-            node.op, node.target = "call_function", PYTHONS[str(node.target)[:-1]]
-
-
 class _Noting(fx.Interpreter):
-    """Runs a graph on example inputs, and notes the facts of each node."""
-
     def __init__(self, model: nn.Module, graph: fx.Graph, examples: Examples) -> None:
         super().__init__(fx.GraphModule(model, graph))
-        self.extra_traceback = False
+        self.extra_traceback = False  # an error is one sentence
         self.examples = copied(examples)
 
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """An argument of forward."""
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> Any:
         return self.examples.get(target.lstrip("*"), args[0] if args else None)
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value."""
         value = super().run_node(n)
         n.meta[FACTS] = Facts.of(value)
         return value
@@ -111,12 +90,11 @@ class _Noting(fx.Interpreter):
 def check_answer(
     model: nn.Module, examples: Examples, graph: fx.Graph, draws: bool = False, owner: nn.Module | None = None
 ) -> None:
-    """Note the facts of a graph's nodes, and refuse a graph that computes something else than the model.
+    """Note the facts of a graph's nodes; refuse a graph that differs from the model.
 
-    Python code may count calls or draw numbers. The modules that the graph calls, of the model or of an `owner` that
-    shares them, run in evaluation.
+    A forward that counts its calls or draws numbers in Python is refused too. The modules that the graph calls, of the
+    model or of an `owner` that shares them, run in evaluation.
     """
-
     owner = owner or model
 
     def run() -> Any:
@@ -125,7 +103,7 @@ def check_answer(
             answer = call_with(model, examples)
             return answer, python_state() != before
 
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers())  # of now: a buffer that is another object later was assigned
     with restoring_state(model) as changes:
         expected, draws_again = run()
         assigned = [
@@ -139,7 +117,7 @@ def check_answer(
         )
     if draws and draws_again:  # both, since another thread may have drawn during one of them
         raise CaptureError(DRAWS)
-    settled = [change for change in changes if not change.holds_tensor]
+    settled = [change.name for change in changes if not change.holds_tensor]
     if settled and (counted := _unsettled(model, settled, run)):
         raise CaptureError(f"forward reads and changes {counted}, which a graph does not keep")
     if model.training and (lost := [each.name for each in changes if each.holds_tensor]):
@@ -156,9 +134,8 @@ def check_answer(
         raise CaptureError("its graph answers the example inputs otherwise than the model itself")
 
 
-def _unsettled(model: nn.Module, changes: list[Change], run: Callable[[], Any]) -> str:
-    """The first attribute that a second run changes again; "" if it finds what the first left, as a log or a cache."""
-    names = [change.name for change in changes]
+def _unsettled(model: nn.Module, names: list[str], run: Callable[[], Any]) -> str:
+    # The first attribute that a second run changes again; "" if it stays, as a cache does.
     with restoring_state(model):
         first, left = run()[0], copied({name: state_of(model).get(name) for name in names})
         second, after = run()[0], copied({name: state_of(model).get(name) for name in names})
@@ -168,19 +145,19 @@ def _unsettled(model: nn.Module, changes: list[Change], run: Callable[[], Any]) 
 
 @contextmanager
 def _called_in_evaluation(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
-    """A context in which the modules that a graph calls run in evaluation, and otherwise show their own mode."""
+    # Forward, which may ask a module for its mode, still sees the model's.
     training = model.training
 
-    def before(module: nn.Module, *_: Any) -> None:
+    def before(module: nn.Module, *_: object) -> None:
         module.eval()
 
-    def after(module: nn.Module, *_: Any) -> None:
+    def after(module: nn.Module, *_: object) -> None:
         module.train(training)
 
     with ExitStack() as hooks:
         for module in {model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}:
             hooks.callback(module.register_forward_pre_hook(before).remove)
-            hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+            hooks.callback(module.register_forward_hook(after, always_call=True).remove)  # after errors too
         yield
 
 
@@ -188,7 +165,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _are_same(ours: Any, theirs: Any) -> bool:
+def _are_same(ours: object, theirs: object) -> bool:
     left, right = (
         [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (ours, theirs)
     )

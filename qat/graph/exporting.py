@@ -1,38 +1,37 @@
-"""One mode of a model as `torch.export` records it, with as many free sizes as it allows."""
+"""One mode of a model, recorded by `torch.export` with the most free sizes."""
 
 import copy
 import inspect
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
 from qat.contexts import warnings_ignored
 from qat.graph.attention import multi_head_attention, scaled_dot_product_attention
-from qat.graph.caches import empty_caches
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
-from qat.graph.lifting import Lifter, packed, unpacked
+from qat.graph.lifting import Lifter, Packing, packed, unpacked
 from qat.graph.patches import mode_is_asked, torch_as_captured
-from qat.graph.side_effects import CaptureError
+from qat.graph.side_effects import CaptureError, restoring_state, state_of
 from qat.graph.sizes import first_broken
 from qat.inputs import Examples, call_given, copied
 from qat.text import first_line
 from qat.torch_internals import depends_on_values, free_sizes, size_conditions
 
 BATCH = 7
-"""The batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
+"""Batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
 
 PATIENCE = 40.0
-"""Seconds of its thread, however busy the machine is, for an attempt with all sizes free; sympy takes minutes for
-models of windows."""
+"""Seconds of thread time for an attempt with all sizes free; sympy takes minutes for models of windows."""
 
 GRADIENTS = frozenset((
     "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",
@@ -43,7 +42,6 @@ GRADIENTS = frozenset((
 OUTSIDE = frozenset(("numpy", "__array__", "__dlpack__"))
 """Methods that take a tensor's values out of torch."""
 
-
 ATTENTION = F.scaled_dot_product_attention
 
 BY_VALUES = "the way through it depends on the values of a tensor ({}); torch.where(condition, a, b) takes both ways"
@@ -51,43 +49,46 @@ BY_VALUES = "the way through it depends on the values of a tensor ({}); torch.wh
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of one mode, its free sizes ("all", those of the "batch", "none"), whether code asks for the mode."""
+    """A graph of one mode, and facts about its export."""
 
     graph: fx.Graph
-    free: str
-    asks_mode: bool
+    free: str  # the free sizes: "all", those of the "batch", or "none"
+    asks_mode: bool  # forward reads `training`
 
 
 class OutOfPatienceError(Exception):
-    """An attempt takes longer than it may."""
+    """Raised if an attempt takes longer than it may."""
 
 
 class Outer(nn.Module):
-    """A model as a function from a list of tensors to a tuple of tensors; `results` says how its own were packed."""
+    """A model as a function from a list of tensors to a tuple of tensors."""
 
-    def __init__(self, model: nn.Module, packing: dict[str, Any], results: list[Any]) -> None:
+    def __init__(self, model: nn.Module, packing: dict[str, Packing], results: list[Packing]) -> None:
         super().__init__()
-        self.model, self.packing, self.results = model, packing, results  # export puts back what forward assigns
+        # Each call appends the packing of its results: attributes that forward assigns are restored by the export.
+        self.model, self.packing, self.results = model, packing, results
 
-    def forward(self, leaves: list[Tensor]) -> tuple[Any, ...]:
-        """The tensors in the model's result."""
+    def forward(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors in the model's result."""
         made = unpacked(self.packing, leaves.__getitem__, lambda kind, args, kwargs: kind(*args, **kwargs))
-        slots: list[Any] = []
+        slots: list[Tensor] = []
         self.results.append(packed(call_given(self.model, made), slots))
         return tuple(slots)
 
 
 class Watching(TorchFunctionMode):
-    """A context that takes attention apart, refuses questions about gradients, and stops when time is up."""
+    """Takes attention apart, refuses questions about gradients, and stops in time."""
 
     def __init__(self, until: float) -> None:
         super().__init__()
         self.until, self.calls = until, 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run a function of torch."""
         self.calls += 1
-        if self.calls % 64 == 0 and time.thread_time() > self.until:  # it takes longer than a call
+        if self.calls % 64 == 0 and time.thread_time() > self.until:  # reading the clock takes longer than a call
             raise OutOfPatienceError
         if asked := _lost(function):
             raise CaptureError(
@@ -95,12 +96,12 @@ class Watching(TorchFunctionMode):
             )
         if function is Tensor.contiguous:  # the method records no call if a tensor without values has that layout
             function = torch.ops.aten.contiguous.default
-        if function is ATTENTION:
+        if function is ATTENTION:  # matrix products of their own can get grids
             return scaled_dot_product_attention(*args, **(kwargs or {}))
         try:
             return function(*args, **(kwargs or {}))
         except Exception as error:
-            if depends_on_values(error):  # here, since torch.export prints its whole graph for it
+            if depends_on_values(error):  # torch.export would print its whole graph for it
                 raise CaptureError(BY_VALUES.format(place_of(_frames()))) from error
             if function is Tensor.view and not isinstance(args[1], torch.dtype):
                 return args[0].reshape(*args[1:])  # torch's own layers may lay out tensors without values otherwise
@@ -108,44 +109,41 @@ class Watching(TorchFunctionMode):
 
 
 def is_paused() -> bool:
-    """Whether a leaf runs, for the shapes of its results."""
+    """Return True while a leaf runs for the shapes of its results."""
     return bool(running)
 
 
-def _lost(function: Any) -> str | None:
-    """What code outside of torch asks of a tensor's gradients or values, if a function is that."""
-    name = (
-        getattr(getattr(function, "__self__", None), "__name__", "")
-        if function.__name__ == "__get__"
-        else function.__name__
-    )
+def _lost(function: Callable[..., object]) -> str | None:
+    # The name of the gradient or value that code outside of torch asks a tensor for, if the function is that.
+    name = function.__name__
+    if name == "__get__":  # of an attribute
+        name = getattr(getattr(function, "__self__", None), "__name__", "")
     if name not in GRADIENTS | OUTSIDE or running:
         return None
-    inside = (__name__, "")  # the modes of the export itself stand between
     frames = (frame for frame, _ in _frames() if frame.f_code.co_name != "__torch_function__")
-    caller = next(module for frame in frames if (module := str(frame.f_globals.get("__name__", ""))) not in inside)
+    modules = (str(frame.f_globals.get("__name__", "")) for frame in frames)
+    caller = next(module for module in modules if module not in (__name__, ""))  # the modes of the export are between
     return None if caller.startswith("torch.") else name
 
 
-def _frames() -> Iterator[tuple[Any, int]]:
-    """The frames that run, innermost first, with their lines."""
+def _frames() -> Iterator[tuple[FrameType, int]]:
     frame = inspect.currentframe()
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
-def place_of(frames: Iterable[tuple[Any, int]]) -> str:
-    """File and line of the first frame outside of torch and this package."""
+def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return file and line of the first frame outside of torch and this package."""
     inside = ("torch.", "qat.")
     frame, line = next(each for each in frames if not f"{each[0].f_globals.get('__name__')}.".startswith(inside))
     return f"{Path(frame.f_code.co_filename).name}, line {line}"
 
 
-def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Which sizes are free, and the inputs to export with; the first that works is the best."""
-    sizes = {x.shape[0] if x.dim() else 0 for x in examples if isinstance(x, Tensor)}
-    if len(sizes) == 1 and 0 not in sizes and all(isinstance(x, Tensor) for x in examples):
+def attempts(examples: list[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield free sizes and inputs to export with; the first that works is the best."""
+    sizes = {x.shape[0] if x.dim() else 0 for x in examples}
+    if len(sizes) == 1 and 0 not in sizes:
         grown = resized(examples, BATCH)
         yield "all", grown
         yield "batch", grown
@@ -154,18 +152,18 @@ def attempts(examples: list[Any]) -> Iterator[tuple[str, list[Any]]]:
     yield "none", examples
 
 
-def resized(examples: list[Any], count: int) -> list[Any]:
-    """Tensors with so many samples, of those that there are."""
+def resized(examples: list[Tensor], count: int) -> list[Tensor]:
+    """Return tensors with `count` samples, which repeat those that there are."""
     return [x[torch.arange(count, device=x.device) % len(x)] for x in examples]
 
 
 def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Captured:
-    """The graph of a model in its present mode, with as many free sizes as possible of those that are `allowed`.
+    """Return a model's graph in its present mode, with the most free sizes `allowed`.
 
     Raises:
         CaptureError: if it cannot be captured; the message is that of the attempt that fixed least.
     """
-    leaves: list[Any] = []
+    leaves: list[Tensor] = []
     packing = {name: packed(value, leaves) for name, value in examples.items()}
     first: Exception | None = None
     kind = type(model).__name__
@@ -175,37 +173,41 @@ def export(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> Ca
         try:
             return _attempt(model, examples, packing, leaves, given, free)
         except OutOfPatienceError:
-            continue
+            continue  # with fewer free sizes it is faster
         except Exception as error:
             if depends_on_values(error):
                 place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
                 raise CaptureError(f"{kind} cannot be captured: {BY_VALUES.format(place)}") from error
             if isinstance(error, CaptureError):
                 raise CaptureError(f"{kind} cannot be captured: {error}") from error
-            first = first or error
+            first = first or error  # of the attempt that fixed least
     assert first is not None
-    if "fake tensor" in str(first).lower():  # torch's word for what stands in for a tensor
+    if "fake tensor" in str(first).lower():  # what torch.export calls its stand-ins for tensors
         raise CaptureError(f"{kind} cannot be captured: forward makes a tensor in a way that is not recorded")
     raise CaptureError(f"torch.export cannot capture {kind}: {first_line(first)}") from first
 
 
 def _attempt(
-    model: nn.Module, examples: Examples, packing: Any, leaves: list[Any], given: list[Any], free: str
-) -> Captured:
+    model: nn.Module, examples: Examples, packing: dict[str, Packing], leaves: list[Tensor], given: list[Tensor],
+    free: str,
+) -> Captured:  # fmt: skip
     shared = {id(parameter): parameter for parameter in model.parameters()}
-    results: list[Any] = []
-    outer = Outer(copy.deepcopy(model, shared), packing, results)
+    results: list[Packing] = []
+    outer = Outer(copy.deepcopy(model, shared), packing, results)  # its buffers and attributes are copies
     outer.training = model.training
     if given is not leaves:
         empty_caches(outer.model, lambda count: outer(resized(leaves, count)))
+    axes = {"all": None, "batch": 1, "none": 0}[free]
+    dynamic = [dict.fromkeys([*range(x.dim())][:axes], Dim.AUTO) for x in given]
     until = time.thread_time() + PATIENCE if free == "all" else float("inf")
     opaque = opaque_leaves(outer.model, multi_head_attention)
     captured = torch_as_captured(is_paused)
     with captured, opaque, mode_is_asked(is_paused) as asked, Watching(until), warnings_ignored():
-        exported = exported_program(outer, copied(given), free)
+        with torch.enable_grad(), free_sizes():
+            exported = torch.export.export(outer, (copied(given),), dynamic_shapes=(dynamic,), strict=False)
         recorded: list[LeafCall] = [*calls]
-    ranks = [f"len(s[{number}]) == {x.dim()}" for number, x in enumerate(leaves) if isinstance(x, Tensor)]
-    # Forward may ask for the rank, and no guard tells.
+    # Forward may ask for the rank, of which no guard of the export tells.
+    ranks = [f"len(s[{number}]) == {x.dim()}" for number, x in enumerate(leaves)]
     conditions = [*ranks, *size_conditions(exported, len(given), __file__)]
     if broken := first_broken(conditions, leaves):  # a loop over the samples takes as many as there were
         raise RuntimeError(f"it takes for granted that {broken}")
@@ -213,9 +215,29 @@ def _attempt(
     return Captured(graph, free, bool(asked))
 
 
-def exported_program(outer: nn.Module, leaves: list[Any], free: str) -> ExportedProgram:
-    """The export of a model of a list of tensors."""
-    axes = {"all": None, "batch": 1, "none": 0}[free]
-    dynamic = [dict.fromkeys([*range(x.dim())][:axes], Dim.AUTO) for x in leaves]
-    with torch.enable_grad(), free_sizes():
-        return torch.export.export(outer, (leaves,), dynamic_shapes=(dynamic,), strict=False)
+def empty_caches(model: nn.Module, run: Callable[[int], object]) -> None:
+    """Empty attributes in which forward keeps sizes: an export would fix these.
+
+    Args:
+        model: a copy that is thrown away.
+        run: calls it with so many samples.
+    """
+    with restoring_state(model), torch.no_grad():
+        run(2)
+        before = _sizes(model)
+        run(3)
+        after = _sizes(model)
+    for name in [name for name, value in before.items() if after.get(name) != value]:
+        owner, _, key = name.rpartition(".")
+        held = vars(model.get_submodule(owner))
+        held[key] = {set: {}, int: -1}.get(type(before[name]), ())  # what no size equals
+
+
+def _sizes(model: nn.Module) -> dict[str, object]:
+    # The attributes that can hold sizes: integers, tuples of integers, and dictionaries by their keys.
+    state: dict[str, Any] = state_of(model)
+    return {
+        name: set(value) if type(value) is dict else value
+        for name, value in state.items()
+        if type(value) in (int, dict) or (type(value) in (tuple, torch.Size) and all(type(x) is int for x in value))
+    }

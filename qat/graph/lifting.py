@@ -1,15 +1,16 @@
-"""From what `torch.export` recorded of a model to a graph that calls the model's own modules."""
+"""From an export of `torch.export` to a graph that calls the model's own modules."""
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.node import Argument
 
 from qat.graph.leaves import LEAF, TENSOR, LeafCall
 from qat.graph.operators import CHECKS, SAME, VMAPPED, called
@@ -23,24 +24,32 @@ OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 FIXED = (int, float, complex, str, bool, type(None), torch.dtype, torch.device)
 
+Packing: TypeAlias = Any
+"""A value of forward in which a `Slot` stands for each tensor and size, and a `Record` for each dataclass."""
+
+Way = tuple[Any, ...]
+"""Steps into a value: an index, a key, or the name of an attribute in a tuple of its own."""
+
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor or size in arguments or results."""
+    """Place of a tensor or size in arguments or results."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Record:
-    """A dataclass or named tuple, since they are no containers to copy: its class and its fields."""
+    """Class and fields of a dataclass or named tuple, which are no plain containers."""
 
-    kind: Any
-    values: dict[str, Any]
+    kind: type
+    values: dict[str, Packing]
 
 
-def packed(value: Any, slots: list[Any]) -> Any:
-    """A value with a `Slot` in place of each tensor and size, which are added to `slots`; containers are copied.
+def packed(value: Any, slots: list[Any]) -> Packing:
+    """Return a value with a `Slot` for each tensor and size, added to `slots`.
+
+    Containers are copied.
 
     Raises:
         CaptureError: if it holds something else than tensors, plain values, and containers of these.
@@ -64,13 +73,14 @@ def packed(value: Any, slots: list[Any]) -> Any:
     return value
 
 
-def unpacked(value: Any, filled: Callable[[int], Any], made: Callable[..., Any]) -> Any:
-    """What `packed` took apart, with `filled(number)` for its slots and `made(kind, args, kwargs)` for its records."""
+def unpacked(value: Packing, filled: Callable[[int], object], made: Callable[..., object]) -> Any:
+    """Rebuild a value from `filled(slot number)` and `made(kind, args, kwargs)`."""
     if isinstance(value, Slot):
         return filled(value.number)
     if isinstance(value, Record):
         values = {name: unpacked(each, filled, made) for name, each in value.values.items()}
         if is_dataclass(value.kind):
+            # A field that is None is left out, as ModelOutputs want it.
             return made(value.kind, (), {name: each for name, each in values.items() if each is not None})
         return made(value.kind, tuple(values.values()), {})
     if type(value) in (list, tuple):
@@ -78,8 +88,8 @@ def unpacked(value: Any, filled: Callable[[int], Any], made: Callable[..., Any])
     return {k: unpacked(each, filled, made) for k, each in value.items()} if type(value) is dict else value
 
 
-def ways(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """The number of each slot, and the steps to it: an index, a key, or the name of an attribute in a tuple."""
+def ways(value: Packing, way: Way = ()) -> Iterator[tuple[int, Way]]:
+    """Yield the number of each slot, and the way to it."""
     if isinstance(value, Slot):
         yield value.number, way
     elif isinstance(value, Record):
@@ -91,10 +101,14 @@ def ways(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any
 
 
 class Lifter:
-    """Builds the graph of one mode. `env`: what stands for each node of the export; `known`: its value if it is fixed.
+    """Builds the graph of one mode.
 
-    What depends on constants alone is computed once, in the order of the export, in-place writes included; a node that
-    reads it gets a constant of the model.
+    Whatever depends on constants alone is computed once, in the order of the export, in-place writes included; a node
+    that reads it gets a constant of the model.
+
+    Attributes:
+        env: each node of the export to what stands for it: a node, the name of an attribute, or several results.
+        known: each node of the export that depends on constants alone to its value.
     """
 
     def __init__(self, model: nn.Module, exported: ExportedProgram, calls: list[LeafCall], prefix: str) -> None:
@@ -106,10 +120,12 @@ class Lifter:
         self.sizes: dict[str, tuple[fx.Node, int]] = {}  # the first input that has a size, and its axis
         self.first: fx.Node | None = None  # an input that is a tensor: new tensors are made on its device
         self.detached = False
-        self.apart: set[fx.Node] = set()  # copies, where the memory or that of the copy is written
+        self.apart: set[fx.Node] = set()  # copies that stay: they or their operands are written
 
-    def lift(self, examples: Examples, packing: dict[str, Any], conditions: Any, result: Any) -> fx.Graph:
-        """The graph: inputs as forward names them, a check of what the export took for granted, nodes, the result."""
+    def lift(
+        self, examples: Examples, packing: dict[str, Packing], conditions: Sequence[str], result: Packing
+    ) -> fx.Graph:
+        """Return the graph: inputs as forward names them, their checks, nodes, result."""
         signature = self.exported.graph_signature
         nodes = {node.name: node for node in self.exported.graph.nodes if node.op == "placeholder"}
         inputs = []
@@ -125,19 +141,20 @@ class Lifter:
                 raise CaptureError(f"forward has an input that is a {spec.kind.name.lower()}")
         self._inputs(inputs, examples, packing, conditions)
         self._body(self.exported.graph_module)
-        results = self.exported.graph.output_node().args[0]
-        made = [self._value(each) for each in results]
+        made = [self._value(each) for each in self.exported.graph.output_node().args[0]]
         self.graph.output(unpacked(result, made.__getitem__, self.graph.call_function))
         return self.graph
 
-    def _inputs(self, inputs: list[Any], examples: Examples, packing: dict[str, Any], conditions: Any) -> None:
+    def _inputs(
+        self, inputs: list[fx.Node | None], examples: Examples, packing: dict[str, Packing], conditions: Sequence[str]
+    ) -> None:
         parameters = inspect.signature(self.model.forward).parameters.values()
-        defaults: dict[str, Any] = {
+        defaults: dict[str, object] = {
             each.name: each.default for each in parameters if each.kind not in OPEN or each.name in examples
         }
         stars = {each.name: "*" for each in parameters if each.kind is each.VAR_POSITIONAL and each.name in examples}
         places: dict[str, fx.Node] = {}
-        optional = False
+        optional = False  # as in Python, every argument behind one with a default has one
         for name in [*defaults, *(name for name in examples if name not in defaults)]:
             default = defaults.get(name)
             optional = name not in stars and (optional or default is not inspect.Parameter.empty)
@@ -169,11 +186,10 @@ class Lifter:
             names = tuple(name for *_, name in sorted(read, key=lambda each: each[0]))
             self.graph.call_function(expect_sizes, (tensors, names, tuple(conditions)))
 
-    def _value(self, argument: Any) -> Any:
-        """An argument of the export's nodes, with our nodes in place of its."""
+    def _value(self, argument: Argument) -> Any:
         return fx.node.map_arg(argument, self._node)
 
-    def _node(self, node: fx.Node) -> Any:
+    def _node(self, node: fx.Node) -> Packing:
         if node in self.known:
             value = self.known[node]
             if not isinstance(value, Tensor):
@@ -187,7 +203,6 @@ class Lifter:
         return found
 
     def _constant(self, value: Tensor) -> str:
-        """The name of a constant of the model with this value."""
         held = {name: x for name, x in buffers_of(self.model).items() if name.startswith(GRAPH_CONSTANT)}
         for name, other in held.items():
             same = other is not None and other.dtype == value.dtype and other.shape == value.shape
@@ -198,6 +213,7 @@ class Lifter:
         return name
 
     def _describe(self, mine: fx.Node, node: fx.Node) -> fx.Node:
+        # torch.export calls the second call of a module "name@1".
         stack = {key: (str(path).split("@")[0].removeprefix(self.prefix[:-1]).removeprefix("."), kind)
                  for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items()}  # fmt: skip
         mine.meta["nn_module_stack"] = stack
@@ -208,10 +224,8 @@ class Lifter:
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 part = getattr(module, str(node.target))
-                if isinstance(part, Tensor):
-                    self.known[node] = part
-                else:
-                    self.env[node] = part
+                held = self.known if isinstance(part, Tensor) else self.env  # else the graph of a region
+                held[node] = part
             elif node.op == "call_function":
                 self._call(node)
 
@@ -219,6 +233,7 @@ class Lifter:
         source: Any = node.args[0] if node.args else None
         target: Any = node.target
         name = getattr(target, "__name__", str(target)).removeprefix("aten.").partition(".")[0]
+        drawn = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
         if name in CHECKS:
             return
         if name in VMAPPED:
@@ -227,12 +242,12 @@ class Lifter:
             self._inline(node, name)
         elif target is LEAF:
             self._call_leaf(node)
-        elif self._is_fixed(node):
+        elif not drawn and all(each in self.known for each in node.all_input_nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: self.known[each])
             self.known[node] = target(*args, **kwargs)
         elif target is operator.getitem and isinstance(self.env.get(source), (list, tuple)):
             self.env[node] = self.env[source][node.args[1]]
-        elif name in SAME and node not in self.apart:
+        elif name in SAME and node not in self.apart:  # the two tensors need not differ
             self.env[node] = self._node(source)
         elif any(isinstance(self.env.get(each), fx.GraphModule) for each in node.all_input_nodes):
             raise CaptureError(f"forward calls {name}, which a graph of torch.fx does not keep")
@@ -240,7 +255,7 @@ class Lifter:
             self._call_operator(node)
 
     def _copies_apart(self, graph: fx.Graph) -> set[fx.Node]:
-        """The `contiguous` calls that a write tells from their operands: of these one may be written, one not."""
+        # Calls of `contiguous` that must copy, because their operand or their result is written.
         home: dict[Any, Any] = {}
         written = set()
         for node in graph.nodes:
@@ -252,10 +267,6 @@ class Lifter:
             elif writes_to_first(node.target):
                 written.add(home[node])
         return {node for node in home if node.target is torch.ops.aten.contiguous.default and home[node] in written}
-
-    def _is_fixed(self, node: fx.Node) -> bool:
-        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return not drawn and all(each in self.known for each in node.all_input_nodes)
 
     def _call_operator(self, node: fx.Node) -> None:
         if writes_to_first(node.target):
@@ -274,13 +285,12 @@ class Lifter:
         if writes_to_first(node.target):
             self._rename(node.args[0], mine)
 
-    def _cut(self, mine: fx.Node, value: Any) -> fx.Node:
-        """The node behind a `no_grad`, if forward made it under one."""
+    def _cut(self, mine: fx.Node, value: object) -> fx.Node:
         return self.graph.call_method("detach", (mine,)) if self.detached and isinstance(value, Tensor) else mine
 
-    def _rename(self, source: Any, mine: fx.Node) -> None:
-        """After a write, let a tensor's name stand for the result: the graph reads as if nothing were written."""
-        old = self._node(source)
+    def _rename(self, source: Argument, mine: fx.Node) -> None:
+        # After a write, the tensor's name stands for the result: the graph reads as if nothing were written.
+        old = self._value(source)
         for key, value in self.env.items():
             if value is old:
                 self.env[key] = mine
@@ -289,34 +299,33 @@ class Lifter:
                 self.attributes[name] = mine
 
     def _inline(self, node: fx.Node, name: str) -> None:
-        """The nodes of a region under no_grad or without autocast."""
         by_grad = name == "wrap_with_set_grad_enabled"
         if not by_grad and node.args[1] is not None and node.args[2]:
             raise CaptureError("a part of it runs under autocast, which a graph does not keep")
-        place = 1 if by_grad else 4
+        place = 1 if by_grad else 4  # of the region among the arguments of torch's operator; its inputs follow
         part: Any = self.env[node.args[place]]  # type: ignore[index]
         inputs = [each for each in part.graph.nodes if each.op == "placeholder"]
         for inner, outer in zip(inputs, node.args[place + 1 :], strict=True):
             self.env[inner] = self._value(outer)
-        detached, self.detached = self.detached, by_grad and not node.args[0]
+        detached, self.detached = self.detached, by_grad and not node.args[0]  # regions nest
         self._body(part)
         self.detached = detached
         self.env[node] = tuple(self._value(list(part.graph.output_node().args[0])))
 
-    def _copy_constant(self, node: Any) -> None:
-        """Let what is about to be written be a copy: each call starts from the constant that forward makes."""
-        if node in self.known:
+    def _copy_constant(self, node: Argument) -> None:
+        # It is about to be written, and each call starts from the constant that forward makes.
+        if isinstance(node, fx.Node) and node in self.known:
             self.env[node] = self.graph.call_method("clone", (self._node(node),))
             del self.known[node]
 
     def _call_leaf(self, node: fx.Node) -> None:
-        call: Any = self.calls[node.args[0]]  # type: ignore[index]
+        call = self.calls[node.args[0]]  # type: ignore[index]
         for place in call.written:
             self._copy_constant(node.args[1][place])  # type: ignore[index]
         _, tensors, sizes = self._value(node.args)
         args, kwargs = call.arguments(tensors, sizes)
-        make = self.graph.call_module if isinstance(call.target, str) else self.graph.call_function
-        mine = self._describe(make(call.target, args, kwargs), node)
+        operation = "call_module" if isinstance(call.target, str) else "call_function"
+        mine = self._describe(self.graph.create_node(operation, call.target, args, kwargs), node)
         mine.meta |= call.note
         packing = packed(pytree.tree_unflatten([Slot(i) for i in range(len(call.results))], call.packing), [])
         values: dict[int, fx.Node] = {}

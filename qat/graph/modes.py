@@ -1,32 +1,35 @@
-"""One graph for both modes of a model: dropouts, auxiliary outputs, branches on `self.training`, norms by function.
+"""One graph for both modes of a model, with and without its optional arguments.
 
-Tracing reads `self.training` once, so the model is traced in both modes. Nodes of both traces are merged, nodes of one
-trace are added, and `ByMode` picks the outputs at every call.
+Dropouts, auxiliary outputs, branches on `self.training` and norms by function depend on the mode. Tracing reads
+`self.training` once, so the model is traced in both modes. Nodes of both traces are merged, nodes of one trace are
+added, and `ByMode` picks the outputs at every call. A call may leave out arguments such as labels: `WhenGiven` then
+leaves out what depends on them.
 """
 
 import contextlib
 import copy
+import operator
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from qat.contexts import evaluating
 from qat.graph.capture import check_answer, check_modules, graph_of, log
 from qat.graph.exporting import Captured
 from qat.graph.in_place import written_by
-from qat.graph.nodes import free_name, given_by_name, scope_of, submodule_of
-from qat.graph.optional import ByMode, leave_out
+from qat.graph.nodes import FACTS, free_name, given_by_name, scope_of, submodule_of
 from qat.graph.side_effects import CaptureError, LostStateError
+from qat.graph.sizes import EXPECTATIONS
 from qat.inputs import Examples
 from qat.text import first_line
-from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
+from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, children_of, unsaved_buffers_of
 
 Graph = TypeVar("Graph", bound=fx.GraphModule)
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 TENSORS = ("running_mean", "running_var", "weight", "bias")
-DROPOUTS: dict[Any, type[nn.Module]] = {
+DROPOUTS: dict[object, type[nn.Module]] = {
     F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d, F.dropout3d: nn.Dropout3d,
     F.alpha_dropout: nn.AlphaDropout, F.feature_alpha_dropout: nn.FeatureAlphaDropout,
 }  # fmt: skip
@@ -35,7 +38,7 @@ ARGUMENTS = ("input", *TENSORS, "training", "momentum", "eps")
 
 
 def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Graph:
-    """The model as a graph module that shares its submodules and follows train and eval mode as the model does.
+    """Return the model as a graph module that shares its submodules and modes.
 
     Raises:
         CaptureError: if the model cannot be captured, or if only evaluation applies a BatchNorm.
@@ -73,7 +76,7 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
 
 
 def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> fx.Graph:
-    """The graph of training; where it cannot be captured, that of evaluation, with dropouts that act."""
+    # Where training cannot be captured, this is the graph of evaluation, with dropouts that act.
     graph = copy.deepcopy(evaluation.graph)
     if not evaluation.asks_mode:
         with contextlib.suppress(CaptureError):  # its hooks or `train` may do something else
@@ -103,7 +106,7 @@ def _in_training(model: nn.Module, examples: Examples, evaluation: Captured) -> 
 
 
 def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
-    """Add the parameters and buffers that no node reads, so that float checkpoints have no unexpected key."""
+    # Float checkpoints also hold parameters and buffers that no node reads.
     present = dict(graph_module.named_parameters(remove_duplicate=False))
     present |= dict(graph_module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -120,8 +123,8 @@ def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
 
 
 def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add the nodes of evaluation alone to the training graph; return evaluation's others with their equals there."""
-    same: dict[Any, list[fx.Node]] = {}
+    # Add the nodes of evaluation alone to the training graph, and map all nodes of evaluation to theirs there.
+    same: dict[tuple[str, str, str], list[fx.Node]] = {}
     attached: dict[fx.Node, fx.Node] = {}  # a detached tensor has the same values: a head may read that in training
     for node in training.nodes:
         same.setdefault(_what(node, attached), []).append(node)
@@ -135,7 +138,7 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
         known = {each: attached.get(counterparts[each], counterparts[each]) for each in node.all_input_nodes}
         candidates = same.get(_what(node, known), [])
         if candidates:
-            counterparts[node] = candidates.pop(0)
+            counterparts[node] = candidates.pop(0)  # calls that repeat are matched in their order
             continue
         if node.target == "detach":
             counterparts[node] = counterparts[node.args[0]]
@@ -156,34 +159,31 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
 
 
 def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
-    """Refuse a node of one mode that changes the model: in a merged graph, the other mode would run it too."""
+    # In a merged graph both modes run every node: one that changes the model in one mode alone is refused.
     target = node.args[0] if node.args else None
     while isinstance(target, fx.Node) and target.op in ("call_method", "call_function") and target.args:
         target = target.args[0]
     writes = written_by(node, model) is not None and isinstance(target, fx.Node) and target.op == "get_attr"
-    normalises = node.target is F.batch_norm
-    if writes or normalises:
+    if writes or node.target is F.batch_norm:
         raise CaptureError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")
 
 
-def _what(node: fx.Node, known: dict[fx.Node, fx.Node]) -> Any:
-    """A key that is equal for nodes that do the same to the same inputs, in any mode."""
-    args, kwargs = _without_mode(node)
+def _what(node: fx.Node, known: dict[fx.Node, fx.Node]) -> tuple[str, str, str]:
+    # A key that is equal for nodes that do the same to the same inputs. A `training` flag does not count for dropouts,
+    # which become modules later, nor where it has no effect: beside dropouts that are 0.
+    args, ignored = node.args, set[str]()
+    dropouts = [value for key, value in node.kwargs.items() if "dropout" in key]
+    if node.target in DROPOUTS:
+        args, ignored = node.args[:1], {"p", "training"}
+    elif dropouts and not any(dropouts):
+        ignored = {"training"}
+    kwargs = {key: value for key, value in node.kwargs.items() if key not in ignored}
     mapped = fx.node.map_arg((args, kwargs), lambda argument: known.get(argument, argument))
     return node.op, str(node.target), repr(mapped)
 
 
-def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments without a `training` flag that has no effect: of a dropout, or beside dropouts that are 0."""
-    if node.target in DROPOUTS:
-        return node.args[:1], {key: it for key, it in node.kwargs.items() if key not in ("p", "training")}
-    dropouts = [value for key, value in node.kwargs.items() if "dropout" in key]
-    idle = bool(dropouts) and not any(dropouts)
-    return node.args, {key: it for key, it in node.kwargs.items() if not (idle and key == "training")}
-
-
 def _dropouts_become_modules(graph_module: fx.GraphModule, counterparts: dict[fx.Node, fx.Node]) -> None:
-    """Replace F.dropout(x, p, training=self.training), traced in one mode, by nn.Dropout(p), which follows the mode."""
+    # F.dropout(x, p, training=self.training), traced in one mode, becomes nn.Dropout(p), which follows the mode.
     here = set(graph_module.graph.nodes)
     for other, node in list(counterparts.items()):
         if node.target not in DROPOUTS or node not in here:
@@ -212,7 +212,7 @@ def _outputs_by_mode(graph_module: fx.GraphModule, evaluation: fx.Graph, counter
 
 
 def evaluation_only(graph_module: fx.GraphModule) -> None:
-    """Leave only what evaluation computes, in place; export needs no more."""
+    """Keep only what evaluation computes, in place; export needs no more."""
     for node in list(graph_module.graph.nodes):
         if isinstance(submodule_of(graph_module, node), ByMode):
             end = graph_module.graph.output_node()
@@ -222,7 +222,7 @@ def evaluation_only(graph_module: fx.GraphModule) -> None:
 
 
 def spelled_out(model: nn.Module, graph: fx.Graph, training: bool) -> dict[str, list[fx.Node]]:
-    """The norms whose every application in the graph of one mode is what `nn.BatchNorm2d.forward` does.
+    """Find norms that a mode's graph applies only as `nn.BatchNorm2d.forward` does.
 
     Returns:
         Name of the norm to the nodes that apply it and, in training, those that count the batches.
@@ -247,7 +247,7 @@ def spelled_out(model: nn.Module, graph: fx.Graph, training: bool) -> dict[str, 
 
 
 def _norm_of(node: fx.Node, model: nn.Module, training: bool) -> str:
-    """The name of the norm that would do the same when it is called; "" if there is none."""
+    # The name of the norm that would do the same when it is called; "" if there is none.
     given: dict[str, Any] = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
     given |= given_by_name(node, ARGUMENTS)
     owner = str(getattr(given["running_mean"], "target", "")).rpartition(".")[0]
@@ -264,7 +264,7 @@ def _norm_of(node: fx.Node, model: nn.Module, training: bool) -> str:
 
 
 def call_norm(graph: fx.Graph, name: str, nodes: list[fx.Node]) -> None:
-    """Replace what `spelled_out` found of a norm by calls of its module."""
+    """Replace the nodes that `spelled_out` found of a norm by calls of its module."""
     for node in nodes:
         read = node.all_input_nodes
         if node.target is F.batch_norm:
@@ -275,3 +275,87 @@ def call_norm(graph: fx.Graph, name: str, nodes: list[fx.Node]) -> None:
         for source in read:
             if source.op == "get_attr" and not source.users:
                 graph.erase_node(source)
+
+
+class ByMode(nn.Module):
+    """Returns the first of two values in training, the second in evaluation."""
+
+    def forward(self, training: object, evaluation: object) -> object:
+        """Return the value for the present mode."""
+        return training if self.training else evaluation
+
+
+class WhenGiven(nn.Module):
+    """Computes a part of a graph from an argument; without it, its results are None."""
+
+    def __init__(self, part: fx.GraphModule, results: int) -> None:
+        super().__init__()
+        self.part, self.results = part, results
+
+    def forward(self, given: Tensor | None, *others: object) -> tuple[object, ...]:
+        """Return the results of the part."""
+        return (None,) * self.results if given is None else tuple(self.part(given, *others))
+
+
+def leave_out(graph_module: fx.GraphModule, model: nn.Module, examples: Examples) -> None:
+    """Let calls leave out optional tensors that not every result needs, in place.
+
+    This is done for an argument if the model, called without it, returns the same other results.
+    """
+    for name in [node.target for node in graph_module.graph.find_nodes(op="placeholder") if node.args == (None,)]:
+        if not isinstance(examples.get(str(name)), Tensor):
+            continue
+        graph, kept = copy.deepcopy(graph_module.graph), set(children_of(graph_module))
+        try:
+            if _split(graph_module, str(name)):
+                fewer = {key: value for key, value in examples.items() if key != name}
+                with evaluating(model):
+                    for given in (fewer, examples):  # the last notes the facts
+                        check_answer(model, given, graph_module.graph, owner=graph_module)
+        except Exception:  # forward needs the argument
+            graph_module.graph = graph
+            for added in children_of(graph_module).keys() - kept:
+                delattr(graph_module, added)
+
+
+def _packs_results(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    packs = isinstance(node.target, type) or isinstance(submodule_of(graph_module, node), ByMode)
+    return node.op == "output" or packs
+
+
+def _split(graph_module: fx.GraphModule, name: str) -> bool:
+    # Move what depends on an argument into a module of its own; False if every result depends on it.
+    graph = graph_module.graph
+    argument = next(node for node in graph.find_nodes(op="placeholder") if node.target == name)
+    inside: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        follows = any(source is argument or source in inside for source in node.all_input_nodes)
+        if follows and node.target not in EXPECTATIONS and not _packs_results(node, graph_module):
+            inside[node] = None
+            module = submodule_of(graph_module, node)
+            if module is not None and any(True for _ in module.parameters()):
+                return False  # a layer has to be in the graph itself, to be quantized
+    ends = [node for node in graph.nodes if _packs_results(node, graph_module)]
+    results = [node for node in inside if any(user not in inside for user in node.users)]
+    others = {source for end in ends for source in end.all_input_nodes} - set(inside) - set(ends)
+    if not results or not any(node.meta.get(FACTS) for node in others):
+        return False
+    read = dict.fromkeys(source for node in inside for source in node.all_input_nodes)
+    inputs = [source for source in read if source not in inside and source is not argument]
+    part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for source in (argument, *inputs):
+        copies[source] = part.placeholder(source.name)
+    for node in inside:
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output([copies[node] for node in results])
+    place = free_name(graph_module, f"when_{name}_given")
+    graph_module.add_submodule(place, WhenGiven(fx.GraphModule(graph_module, part), len(results)))
+    with graph.inserting_before(ends[0]):
+        call = graph.call_module(place, (argument, *inputs))
+        for number, node in enumerate(results):
+            found = graph.call_function(operator.getitem, (call, number))
+            found.meta |= node.meta
+            node.replace_all_uses_with(found, lambda user: user in ends)
+    for node in reversed(list(inside)):
+        graph.erase_node(node)
+    return True

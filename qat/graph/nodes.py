@@ -1,8 +1,9 @@
-"""The nodes of a traced graph: facts about them, their notes, free names, and what depends on parameters alone."""
+"""Nodes of a traced graph: facts, notes, free names, and those without inputs."""
 
+import itertools
 import operator
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +17,19 @@ FACTS = "qat_facts"
 """Key of node.meta: `Facts` of the node's tensor for the example inputs; None if it is not a tensor."""
 
 WRITTEN_LATER = "qat_written_later"
-"""Key of node.meta: true if a later node writes into the tensor without giving it a new name."""
+"""Key of node.meta: True if a later node writes into the tensor without giving it a new name."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What tracing learned about a node's tensor."""
+    """Facts that tracing learned about a node's tensor."""
 
     axes: int
-    quantizable: bool  # whether it held finite floating-point numbers; a mask of minus infinity has no range
+    quantizable: bool  # it held finite floating-point numbers; a mask of minus infinity has no range
 
     @classmethod
-    def of(cls, value: Any) -> "Facts | None":
-        """The facts of a tensor, None for anything else."""
+    def of(cls, value: object) -> "Facts | None":
+        """Return the facts of a tensor, None for anything else."""
         if not isinstance(value, torch.Tensor):
             return None
         floating = value.is_floating_point()
@@ -43,11 +44,11 @@ Written = list[tuple[Any, ...]]
 
 
 class Reference(str):
-    """The name of a node in the arguments of another."""
+    """Name of a node in the arguments of another."""
 
 
 def written(graph: fx.Graph) -> Written:
-    """The nodes of a graph, which `read` makes again without running anything."""
+    """Return a graph's nodes, from which `read` makes it without running anything."""
     return [
         (
             node.name, node.op, name_of(node.target) if node.op == "call_function" else node.target,
@@ -59,11 +60,11 @@ def written(graph: fx.Graph) -> Written:
 
 
 def read(nodes: Written) -> fx.Graph:
-    """The graph of what `written` returned."""
+    """Return the graph of what `written` returned."""
     graph, made = fx.Graph(), dict[str, fx.Node]()
     for name, operation, target, arguments, kind, scope, meta in nodes:
         args, kwargs = map_aggregate(arguments, lambda each: made[each] if type(each) is Reference else each)
-        if operation == "call_function":
+        if operation == "call_function":  # it was written by name
             target = pkgutil.resolve_name(target if "." in target else f"builtins.{target}")
         made[name] = node = graph.create_node(operation, target, args, kwargs, name, kind)
         node.meta |= {"nn_module_stack": {"": (scope, nn.Module)}, **meta}
@@ -71,32 +72,35 @@ def read(nodes: Written) -> fx.Graph:
 
 
 def scope_of(node: fx.Node) -> str:
-    """Path of the module whose forward created this node, "" at the top."""
+    """Return the path of the module whose forward created this node, "" at the top."""
     stack = node.meta.get("nn_module_stack")
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def submodule_of(graph_module: nn.Module, node: fx.Node) -> nn.Module | None:
-    """The module that a call_module node calls, else None."""
+    """Return the module that a call_module node calls, else None."""
     return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def given_by_name(node: fx.Node, names: Iterable[str]) -> dict[str, Any]:
-    """The arguments that a call gives, by the names of its positional ones."""
+    """Return the arguments of a call by name, given the names of its positional ones."""
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def join_groups(group_of: dict[fx.Node, list[fx.Node]], node: fx.Node, other: fx.Node) -> None:
-    """Make one group of the groups of two nodes."""
+    """Merge the groups of two nodes."""
     mine, theirs = group_of[node], group_of[other]
     if mine is not theirs:
         mine.extend(theirs)
         group_of.update(dict.fromkeys(theirs, mine))
 
 
-def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[Any], methods: set[str],
-            graph_module: fx.GraphModule) -> bool:  # fmt: skip
-    """Whether a node calls one of these modules (exact types), functions or tensor methods."""
+def is_call(
+    node: fx.Node, modules: tuple[type[nn.Module], ...], functions: Container[object], methods: Container[object],
+    graph_module: fx.GraphModule,
+) -> bool:  # fmt: skip
+    """Return True if a node calls one of these modules, functions or methods."""
+    # By exact types: a subclass may compute something else.
     if node.op == "call_module":
         return type(submodule_of(graph_module, node)) in modules
     if node.op == "call_function":
@@ -105,23 +109,20 @@ def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[
 
 
 def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that hold floating-point tensors, and not sizes, indices or masks."""
+    """Return the nodes that hold floating-point tensors, not sizes, indices or masks."""
     return {node for node in graph.nodes if (facts := node.meta.get(FACTS)) is not None and facts.quantizable}
 
 
 def dimensions(node: fx.Node) -> int | None:
-    """The number of axes of the node's tensor for the example inputs; None if it is not known."""
+    """Return the number of axes of a node's tensor; None if it is not known."""
     facts = node.meta.get(FACTS)
     return None if facts is None else int(facts.axes)
 
 
 def free_name(graph_module: nn.Module, wanted: str) -> str:
-    """`wanted`, or wanted_1, wanted_2 ... if the name is taken in the model."""
-    candidate, number = wanted, 0
-    while _has(graph_module, candidate):
-        number += 1
-        candidate = f"{wanted}_{number}"
-    return candidate
+    """Return `wanted`, or wanted_1, wanted_2 ... if the name is taken in the model."""
+    numbered = (f"{wanted}_{number}" if number else wanted for number in itertools.count())
+    return next(name for name in numbered if not _has(graph_module, name))
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -133,7 +134,7 @@ def _has(module: nn.Module, path: str) -> bool:
 
 
 def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The constants of a graph: parameters, buffers, and what is computed from them alone, in place or not."""
+    """Return a graph's parameters and buffers, and what is computed from them alone."""
     constant: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -147,9 +148,9 @@ def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 @torch.no_grad()
 def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
-    """The present values of the `constant_nodes`."""
+    """Return the present values of the `constant_nodes`."""
     constant = constant_nodes(graph_module.graph)
-    interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
+    interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)  # its env is the result
     for node in graph_module.graph.nodes:
         if node in constant:
             interpreter.env[node] = interpreter.run_node(node)
@@ -157,7 +158,7 @@ def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
 
 
 def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on no input of the model, layers and quantizers included: Swin's position bias."""
+    """Return the nodes that depend on no input, layers included: Swin's position bias."""
     fixed: set[fx.Node] = set()
     for node in graph.nodes:
         computed = node.op in ("call_function", "call_method", "call_module") and fixed.issuperset(node.all_input_nodes)
@@ -167,5 +168,5 @@ def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def attribute(module: nn.Module, path: str) -> Any:
-    """The attribute of a module at a path such as `layer1.0.weight`."""
+    """Return the attribute of a module at a path such as `layer1.0.weight`."""
     return operator.attrgetter(path)(module)

@@ -1,4 +1,4 @@
-"""ATen operators as the functions, methods and Python operators that forward called, of which they are overloads."""
+"""ATen operators as the functions, methods and Python operators of forward."""
 
 import inspect
 import operator
@@ -12,11 +12,13 @@ from torch import fx
 
 from qat.torch_internals import argument_names, name_of_operator
 
-Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[str, Any, Args, Kwargs]
 """Operation, target, args and kwargs of a node of torch.fx."""
 
 UNSAID = ("cudnn_enable", "cudnn_enabled", "pin_memory", "layout")
-"""Arguments that no function takes, or that say nothing."""
+"""Arguments that no function takes, or that change nothing."""
 
 WHOLE = 2**63 - 1
 """The end of a slice that goes to the end."""
@@ -24,21 +26,21 @@ WHOLE = 2**63 - 1
 CHECKS = (
     "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size", "_assert_async",
 )  # fmt: skip
-"""Operators without a result, which an export adds."""
+"""Operators without a result that an export adds."""
 
 VMAPPED = ("_add_batch_dim", "_remove_batch_dim")
-"""What torch.vmap calls; its results are no tensors outside of it."""
+"""Operators that torch.vmap calls; their results are no tensors outside of it."""
 
 SAME = ("lift_fresh_copy", "lift_fresh", "alias", "contiguous", "resolve_conj", "resolve_neg")
 """Operators whose result stands for their operand."""
 
-PYTHONS: dict[str, Callable[..., Any]] = {
+PYTHONS: dict[str, Callable[..., object]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg,
     "floor_divide": operator.floordiv, "remainder": operator.mod, "__and__": operator.and_, "__or__": operator.or_,
     "bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_not": operator.invert, "pow": operator.pow,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-"""Operators that forward mostly writes as Python's, if nothing but the two operands is given."""
+"""Operators that forward mostly writes as Python's, if they have nothing but their operands."""
 
 METHODS = (
     "reshape", "expand", "permute", "to", "type_as", "repeat", "expand_as", "new_zeros", "new_ones", "new_full",
@@ -68,13 +70,13 @@ OF_F = (
     "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "adaptive_avg_pool1d",
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu", "avg_pool1d",
 )  # fmt: skip
-"""Functions that are in `F` and in torch, and that people call there."""
+"""Functions that are in `F` and in torch, and that people call in `F`."""
 
 HOMES = ((torch, ""), (F, ""), (torch.fft, "fft_"), (torch.linalg, "linalg_"), (torch.special, "special_"))
 
 
-def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call that a node of an export stands for; the operator itself if nothing else is known."""
+def called(node: fx.Node, args: Args, kwargs: Kwargs) -> Call:
+    """Return the call that a node of an export stands for; by default its operator's."""
     target: Any = node.target
     name, overload = name_of_operator(target)
     if not name:
@@ -85,7 +87,7 @@ def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
         return "call_method", "size", args, kwargs
     if name in ("slice", "select", "index"):
         return _indexed(node, name, args, kwargs)
-    if name in ORDER:
+    if name in ORDER:  # by name, since the function has another order
         return "call_function", getattr(F, name), tuple(given.get(key) for key in ORDER[name] if key in given), {}
     if "upsample" in name and overload == "vec":
         return _resized(name.rstrip("123d") if not name.endswith("_aa") else name.replace("2d", ""), given)
@@ -102,15 +104,16 @@ def called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
     return _found(name, node, args, kwargs)
 
 
-def _found(name: str, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _found(name: str, node: fx.Node, args: Args, kwargs: Kwargs) -> Call:
     if name in RENAMED:
         return "call_function", RENAMED[name], args, kwargs
-    if name == "feature_dropout":
+    if name == "feature_dropout":  # one operator for three functions, told apart by the axes
         return "call_function", {4: F.dropout2d, 5: F.dropout3d}.get(node.meta["val"].dim(), F.dropout1d), args, kwargs
     if name in OF_F:
         return "call_function", getattr(F, name), args, kwargs
     names = argument_names(node.target)
-    for home, prefix in HOMES if "reduction" not in names else ():  # losses: a number here, a word there
+    # Losses have a `reduction`, which is a number for operators and a word for functions.
+    for home, prefix in HOMES if "reduction" not in names else ():
         found = getattr(home, name.removeprefix(prefix), None) if name.startswith(prefix) else None
         if callable(found) and _takes(found, names[: len(args)], kwargs):
             return "call_function", found, args, kwargs
@@ -119,33 +122,32 @@ def _found(name: str, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, An
     return "call_function", node.target, args, kwargs
 
 
-def _takes(function: Callable[..., Any], names: list[str], kwargs: dict[str, Any]) -> bool:
-    """Whether a function has these arguments in this order; those in C++ are made from the operators' schemas."""
+def _takes(function: Callable[..., object], names: list[str], kwargs: Kwargs) -> bool:
     if not isinstance(function, types.FunctionType):
-        return True
+        return True  # functions in C++ are made from the operators' schemas
     parameters = inspect.signature(function).parameters
     own = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
     return bool(own) and own[1 : len(names)] == names[1:] and kwargs.keys() <= set(own)
 
 
-def _indexed(node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """x[...], and torch.select where forward called that."""
+def _indexed(node: fx.Node, name: str, args: Args, kwargs: Kwargs) -> Call:
     if name == "select" and "getitem__" not in str(node.meta.get("torch_fn", "")):
         return "call_function", torch.select, args, kwargs
     if name == "index":
-        index = tuple(slice(None) if each is None else each for each in args[1])
+        index = tuple(slice(None) if each is None else each for each in args[1])  # None: the whole axis
         return "call_function", operator.getitem, (args[0], index if len(index) > 1 else index[0]), {}
     axis, *bounds = args[1:]
-    where = bounds[0] if name == "select" else slice(*_bounds(*bounds))
+    where = bounds[0] if name == "select" else _part(*bounds)
     return "call_function", operator.getitem, (args[0], (*[slice(None)] * axis, where) if axis else where), {}
 
 
-def _bounds(start: Any = None, end: Any = None, step: Any = None) -> tuple[Any, ...]:
-    ends = isinstance(end, int) and end == WHOLE
-    return None if isinstance(start, int) and start == 0 else start, None if ends else end, step
+def _part(start: object = None, end: object = None, step: object = None) -> slice:
+    # A bound may also be a node.
+    starts, ends = isinstance(start, int) and start == 0, isinstance(end, int) and end == WHOLE
+    return slice(None if starts else start, None if ends else end, step)
 
 
-def _resized(name: str, given: dict[str, Any]) -> Call:
+def _resized(name: str, given: Kwargs) -> Call:
     options = {"size": given.get("output_size"), "scale_factor": given.get("scale_factors"), "mode": RENAMED[name]}
     options |= {"align_corners": True} if given.get("align_corners") else {}
     options |= {"antialias": True} if name.endswith("_aa") else {}

@@ -1,4 +1,4 @@
-"""Everything in torch and Python that is patched while a model is captured, each patch with the models that need it.
+"""Patches of torch and Python during a capture, each with the models that need it.
 
 These functions can only be replaced for the whole process. So one thread at a time captures (`capturing_alone`): two
 that patched at once would restore each other's patches. A replacement acts in the thread that captures; in any other
@@ -18,9 +18,8 @@ thread it calls the original.
 import builtins
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -33,6 +32,7 @@ from qat.graph.side_effects import CaptureError
 from qat.torch_internals import (
     CAUSAL_MASK_DETECTION,
     CHECKPOINT,
+    Patchable,
     applied_function,
     export_printing,
     layout_noting,
@@ -45,20 +45,20 @@ capturing_alone = threading.RLock()
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """A context in which attention and encoder layers run as plain operators in this thread."""
+    """Run attention and encoder layers as plain operators in this thread."""
     with capturing_alone, _replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
         yield
 
 
 @contextmanager
 def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
-    """A context in which this thread runs Python code as an export can record it; a leaf pauses that.
+    """Run Python in this thread so that an export can record it, except in leaves.
 
-    A `torch.autograd.Function` is refused, since a graph would record its forward and differentiate that. The patch is
-    on the context object that torch creates for every application: user code may hold a reference to `apply` itself.
+    A `torch.autograd.Function` is refused, since a graph would record its forward and differentiate that.
     """
 
-    def refuse(context: Any) -> None:
+    # User code may hold a reference to `apply`: torch creates a context object for every application.
+    def refuse(context: object) -> None:
         kind = applied_function(context)
         if not is_paused() and not kind.__module__.startswith("torch."):  # an operator of torch.library stays one
             raise CaptureError(
@@ -66,7 +66,7 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
             )
 
     load_dynamo()  # an export imports it, and it must see Python's own `len`
-    replacements: dict[tuple[Any, str], Any] = {
+    replacements: dict[Patchable, Callable[..., object]] = {
         (F, "scaled_dot_product_attention"): scaled_dot_product_attention,
         CHECKPOINT: lambda function, preserve, *args: function(*args),
         export_printing(): lambda *_, **__: None,
@@ -80,7 +80,7 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
-    """A context whose value is the names of the classes whose code asks in this thread which mode it is in."""
+    """Collect the names of classes whose code asks for its mode in this thread."""
     asked: list[str] = []
     here = threading.get_ident()
 
@@ -101,34 +101,33 @@ def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
         try:
             yield asked
         finally:
-            del nn.Module.training
+            del nn.Module.training  # instances have attributes of their own again
 
 
-def _free_length(original: Any) -> Any:
+def _free_length(original: Callable[[Sized], int]) -> Callable[[Sized], int]:
     here = threading.get_ident()
 
-    def length(x: Any) -> Any:
+    def length(x: Sized) -> int:
         if not isinstance(x, Tensor) or not x.dim() or threading.get_ident() != here:
             return original(x)
-        return x.shape[0]
+        return x.shape[0]  # a SymInt, where `len` has to return an int
 
     return length
 
 
 @contextmanager
-def _replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
-    """A context in which functions, by module and name, are replaced for this thread, inside `capturing_alone`."""
+def _replaced_here(replacements: Mapping[Patchable, Callable[..., object]]) -> Iterator[None]:
     with ExitStack() as patches:
         for (module, name), replacement in replacements.items():
-            original = getattr(module, name, getattr(builtins, name, None))
+            original = getattr(module, name, None) or getattr(builtins, name)
             patches.enter_context(mock.patch.object(module, name, _chosen(original, replacement), create=True))
         yield
 
 
-def _chosen(original: Any, replacement: Any) -> Any:
+def _chosen(original: Callable[..., object], replacement: Callable[..., object]) -> Callable[..., object]:
     here = threading.get_ident()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         # Only another thread compiles: what is captured is not compiled.
         elsewhere = torch.compiler.is_dynamo_compiling() or threading.get_ident() != here
         return (original if elsewhere else replacement)(*args, **kwargs)

@@ -1,11 +1,10 @@
-"""Random numbers while a model is traced or checked: afterwards the user's generators are as they were."""
+"""Random numbers while a model is traced or checked, restored afterwards."""
 
 import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +14,12 @@ from qat.graph.patches import capturing_alone
 
 @contextmanager
 def rewinding() -> Iterator[Callable[[], None]]:
-    """A context that restores the states of torch's, Python's and NumPy's generators at its end.
+    """Restore the states of torch's, Python's and NumPy's generators at the end.
 
-    Its value is a function that restores them earlier. A generator that was not used is left alone, since another
-    thread may be about to draw from it.
+    The context's value is a function that restores them earlier. A generator that was not used is left alone, since
+    another thread may be about to draw from it.
     """
-    generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    generators: list[tuple[Callable[[], object], Callable[..., object]]] = [
         (torch.get_rng_state, torch.set_rng_state),
         (random.getstate, random.setstate),
         (np.random.get_state, np.random.set_state),
@@ -32,7 +31,7 @@ def rewinding() -> Iterator[Callable[[], None]]:
 
     def rewind() -> None:
         for read, write, state in states:
-            if pickle.dumps(read()) != pickle.dumps(state):
+            if pickle.dumps(read()) != pickle.dumps(state):  # states hold arrays, which == compares one by one
                 write(state)
 
     try:
@@ -43,7 +42,7 @@ def rewinding() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which torch's, Python's and NumPy's generators start from a seed; for one thread at a time."""
+    """Start all generators from a seed; one thread at a time."""
     with capturing_alone, rewinding():
         torch.default_generator.manual_seed(seed)
         if _cards():
@@ -54,10 +53,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _cards() -> range:
-    """The CUDA devices in use: touching another would initialize it for good."""
+    # The CUDA devices in use: reading the generator of another would initialize it for good.
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
 
 
 def python_state() -> bytes:
-    """The states of Python's and NumPy's generators."""
+    """Return the states of Python's and NumPy's generators."""
     return pickle.dumps((random.getstate(), np.random.get_state()))

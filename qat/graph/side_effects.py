@@ -1,11 +1,11 @@
-"""Side effects of a forward on the model: they are undone, and detected where they could change a later result."""
+"""Side effects of a forward on the model, undone and, where they matter, detected."""
 
 import copy
 import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,26 +20,26 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class Change(NamedTuple):
-    """An attribute that a forward changed: its name in the model, whether it is new, or holds a tensor now."""
+    """An attribute that a forward changed, by its name in the model."""
 
     name: str
     is_new: bool
-    holds_tensor: bool = False
+    holds_tensor: bool = False  # now
 
 
 class CaptureError(ValueError):
-    """A model or submodule cannot be traced as one graph; the message says why."""
+    """Raised if a model or submodule cannot be traced as one graph; says why."""
 
 
 class LostStateError(CaptureError):
-    """A graph would not change the model's state as its forward does."""
+    """Raised if a graph would not change the model's state as its forward does."""
 
 
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
-    """A context that restores attributes, hooks and buffers of all modules.
+    """Restore attributes, hooks and buffers of all modules at the end.
 
-    Its value is a list, to which the end of the context adds the attributes that changed, if they can be compared.
+    The context's value is a list, to which its end adds the attributes that changed, if they can be compared.
     """
     modules = list(model.named_modules())
     notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for _, module in modules]
@@ -60,7 +60,7 @@ def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
                     del module.__dict__[key]
             module.__dict__.update(noted)
         for hooks, registered in hooked:
-            hooks.clear()
+            hooks.clear()  # in place: torch keeps references to these dicts
             hooks.update(registered)
         with torch.no_grad():
             for buffer, version, value in buffers:
@@ -69,9 +69,11 @@ def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
                     buffer.copy_(value)
 
 
-def _changes(name: str, module: nn.Module, before: dict[str, Any]) -> Iterator[Change]:
+def _changes(name: str, module: nn.Module, before: dict[str, tuple[object, object]]) -> Iterator[Change]:
     for key, value in _own(module).items():
-        default = getattr(type(module), key, _comparable)
+        default = getattr(
+            type(module), key, _comparable
+        )  # what is set on the class; a function, which has no comparable form, if nothing is
         old, known = before.get(key, (default, _comparable(default)))
         is_new = key not in before and known is None
         if isinstance(value, Tensor) and value is not old:
@@ -80,22 +82,22 @@ def _changes(name: str, module: nn.Module, before: dict[str, Any]) -> Iterator[C
             yield Change(f"{name}.{key}".lstrip("."), is_new)
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
+def _own(module: nn.Module) -> dict[str, object]:
     return {key: value for key, value in vars(module).items() if key not in TORCHS_OWN}
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
+def _plain(module: nn.Module) -> dict[str, object]:
     types = (list, dict, tuple, int, float, str, type(None))
     plain = {key: value for key, value in _own(module).items() if isinstance(value, types)}
     return {**plain, BUFFERS: buffers_of(module)}
 
 
-def _comparable(value: Any) -> Any:
-    """An attribute's value in a form that can be compared; None if there is none."""
+def _comparable(value: object) -> object:
+    # A form of the value that can be compared; None if there is none.
     if type(value) in PLAIN:
         return (value,)
     if isinstance(value, GENERATORS):
-        return pickle.dumps(value)
+        return pickle.dumps(value)  # a draw changes what is inside
     if type(value) in (list, tuple, dict):
         leaves, shape = pytree.tree_flatten(value)
         if all(type(leaf) in PLAIN for leaf in leaves):
@@ -104,13 +106,13 @@ def _comparable(value: Any) -> Any:
 
 
 def changed_by_mode(module: nn.Module) -> str | None:
-    """What a module's own `train()` or `eval()` changes at every switch beside the modes, by name; None if nothing."""
+    """Name an attribute that a module's own `train()` or `eval()` changes, or None."""
     if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
         return None
-    own = copy.deepcopy(module)
+    own = copy.deepcopy(module)  # switching the user's module would change it
     own.train()
     own.eval()  # now caches of the float model are cleared
-    before: dict[str, Any] = copied(state_of(own))
+    before: dict[str, object] = copied(state_of(own))
     for training in (True, False):
         _ = own.train() if training else own.eval()
         after = state_of(own)
@@ -121,22 +123,17 @@ def changed_by_mode(module: nn.Module) -> str | None:
     return None
 
 
-def state_of(module: nn.Module) -> dict[str, Any]:
-    """Modes, attributes, parameters and buffers of a module and its submodules, by name."""
+def state_of(module: nn.Module) -> dict[str, object]:
+    """Return modes, attributes, parameters and buffers by name, of submodules too."""
     return {
         f"{path}.{key}".lstrip("."): value
         for path, part in module.named_modules()
-        for key, value in (
-            ("training", part.training),
-            *_own(part).items(),
-            *parameters_of(part).items(),
-            *buffers_of(part).items(),
-        )
+        for key, value in {"training": part.training, **_own(part), **parameters_of(part), **buffers_of(part)}.items()
     }
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same, as far as they can be compared: tensors, plain values, containers of these."""
+def is_equal(one: object, other: object) -> bool:
+    """Return True if two values are equal: tensors, plain values, containers of these."""
     (leaves, shape), (others, other_shape) = pytree.tree_flatten(one), pytree.tree_flatten(other)
     return shape == other_shape and all(
         torch.equal(a, b)

@@ -19,7 +19,7 @@ from qat.quantizer import Quantizer
 def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Module:
     """Copy a model to the CPU, in float32, with graphs of what evaluation computes.
 
-    `fold_quantizers`: whether quantized parameters become constants too, so that only calls on activations are left.
+    With `fold_quantizers`, quantized parameters become constants too, so that only calls on activations are left.
     """
     for part in model.modules():
         if isinstance(part, PreparedGraph):
@@ -59,7 +59,7 @@ def drop_defaults(evaluated: nn.Module) -> None:
 
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
-    """Name the activation quantizers' calls of a graph; the second call of `q` is `q.1`."""
+    """Name calls of a graph's activation quantizers; the second of `q` is `q.1`."""
     fixed = fixed_nodes(model.graph)
     seen: Counter[str] = Counter()
     return {
@@ -70,14 +70,14 @@ def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def quantizer_calls(model: nn.Module, path: str = "") -> dict[str, list[str]]:
-    """The names of activation quantizers' calls in an `evaluation_copy`, by their path.
+    """Return names of activation quantizers' calls in an `evaluation_copy`, by path.
 
     How often a quantizer outside a graph is called is not known before a run: it stands for one call.
     """
     if isinstance(model, Quantizer):
         return {path: [path]} if model.role == "activation" else {}
     calls: dict[str, list[str]] = {}
-    children = list(model.named_children())
+    children = list(model.named_children())  # of a module without a graph, all of them may run
     if isinstance(model, fx.GraphModule):
         for node, name in call_names(model).items():
             calls.setdefault(joined(path, str(node.target)), []).append(joined(path, name))
@@ -95,7 +95,7 @@ def joined(path: str, name: str) -> str:
 
 
 def numbered(name: str, seen: Counter[str]) -> str:
-    """The name, with a number from its second use on; `seen` counts the uses."""
+    """Return the name, with a number from its second use on; `seen` counts the uses."""
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +14,19 @@ from qat.integers.frozen import stored_offset
 from qat.quantizer import Quantizer
 
 ROUNDING = 1e-5
-"""How far float32 sums in any order may be off, as a share of the largest magnitude."""
+"""Error of float32 sums in any order, as a share of the largest magnitude."""
 
 NEAR_TIE = 0.01
-"""How far from a tie, in levels, float32 rounding may decide to which integer a value goes. It is several hundred times
-what was seen in any model, and far less than what another scale or a second rounding moves a value by."""
+"""Distance from a tie, in levels, at which float32 rounding decides the integer.
+
+It is several hundred times what was seen in any model, and far less than what another scale or a second rounding moves
+a value by.
+"""
 
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """One quantizer's integers in a runtime and in torch, from the same input integers.
+    """One quantizer's integers in a runtime and in torch, of the same input integers.
 
     Attributes:
         name: the quantizer.
@@ -62,19 +64,21 @@ class Follower:
         self.calls, self.integers, self.file = calls, integers, file
         self.differences: list[LayerDifference] = []
         self._seen: Counter[str] = Counter()
+        # Only then are inputs kept, to find the equal call.
         self._merged = any(name not in integers for names in calls.values() for name in names)
         self._followed: list[tuple[Quantizer, Tensor, Tensor]] = []
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model follows; a quantizer without integers raises ValueError."""
+        """Let the model follow in this context; without integers it is a ValueError."""
         with ExitStack() as hooks:
             for path in self.calls:
                 quantizer = model.get_submodule(path)
                 hooks.enter_context(quantizer.register_forward_hook(partial(self._follow, path)))
             yield
 
-    def _follow(self, path: str, quantizer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _follow(self, path: str, quantizer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        assert isinstance(quantizer, Quantizer)
         name = numbered(path, self._seen)
         theirs = self._theirs(name, quantizer, args[0]) - stored_offset(quantizer)
         self.differences.append(_difference(name, quantizer, args[0], theirs))
@@ -111,7 +115,7 @@ def _difference(name: str, quantizer: Quantizer, x: Tensor, theirs: Tensor) -> L
 
 
 def no_quantizer(file: str, name: str) -> ValueError:
-    """The error of a file that lacks a quantizer."""
+    """Return the error of a file that lacks a quantizer."""
     return ValueError(f"compare_layers: {file} has no quantizer {name!r}; was it made from this model?")
 
 

@@ -1,4 +1,4 @@
-"""`freeze`: quantizers and quantized layers replaced by modules that hold their integers."""
+"""`freeze`: modules with integers in place of quantizers and quantized layers."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from qat.torch_internals import children_of
 
 
 def freeze(model: nn.Module, operations: Operations, *, weights_alone: bool = False) -> nn.Module:
-    """The model with every quantizer and quantized layer replaced by its integers.
+    """Replace every quantizer and quantized layer of a model by its integers.
 
     In a traced model the calls are rewritten, since a layer's integers depend on the grid that its call is handed. In
     any other module, quantized layers with an input quantizer of their own are replaced in place.
@@ -41,7 +41,7 @@ def freeze(model: nn.Module, operations: Operations, *, weights_alone: bool = Fa
 
 
 def frozen_grids(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
-    """The grid of every quantizer that runs in a frozen model, by its name."""
+    """Return the grid of every quantizer that runs in a frozen model, by its name."""
     running = [""]  # which every name starts with
     if isinstance(frozen, fx.GraphModule):
         running = [f"{node.target}." for node in frozen.graph.nodes if node.op == "call_module"]
@@ -53,13 +53,11 @@ def frozen_grids(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
 
 
 class _Freezer:
-    """Makes frozen modules that all compute with the same operations."""
-
+    # It makes frozen modules that all compute with the same operations.
     def __init__(self, operations: Operations, weights_alone: bool) -> None:
         self.operations, self.weights_alone = operations, weights_alone
 
     def module(self, module: nn.Module, path: str) -> nn.Module:
-        """What replaces the module at this path."""
         if isinstance(module, fx.GraphModule):
             return self.graph(module, path)
         if isinstance(module, Quantizer):
@@ -77,17 +75,14 @@ class _Freezer:
         return module
 
     def table(self, table: QuantTable) -> nn.Module:
-        """The embedding with its look-up replaced; an EmbeddingBag still combines the rows itself."""
+        # An EmbeddingBag still combines the rows itself.
         rows = FrozenTable(table.integers(), self.operations)
         table.add_module("rows", rows)
-        object.__setattr__(table, "look_up", rows.forward)
+        object.__setattr__(table, "look_up", rows.forward)  # past torch, which would ask what it is
         return table
 
     def layer(self, layer: QuantLayer, path: str, inner: dict[str, Any]) -> FrozenLayer:
-        """A layer that quantizes its own input, with that quantizer inside.
-
-        `inner`: weight and bias of the products of a composite layer, by name.
-        """
+        # It quantizes its own input. `inner`: weight and bias of the products of a composite layer, by name.
         quantizer = layer.input_quantizer
         weight, bias = inner.get(path.rpartition(".")[2], (None, None))
         if quantizer is None and self.weights_alone:
@@ -96,7 +91,7 @@ class _Freezer:
         if quantizer is None:
             raise _no_grid(path, layer)
         quantizers = [quantizer]
-        if isinstance(layer, QuantBilinear):
+        if isinstance(layer, QuantBilinear):  # the one layer with two inputs
             other = layer.other_quantizer
             assert other is not None
             quantizers.append(other)
@@ -110,7 +105,6 @@ class _Freezer:
         return FrozenLayer(layer, path, integers, quantizers, self.operations, inputs)
 
     def graph(self, model: fx.GraphModule, path: str) -> fx.GraphModule:
-        """A traced model with its calls rewritten."""
         values = constant_values(model)
         names = call_names(model)
         replacements: dict[str, nn.Module] = {}
@@ -152,7 +146,9 @@ def _no_grid(path: str, layer: QuantLayer) -> FreezingError:
     )
 
 
-def replace_call(model: fx.GraphModule, node: fx.Node, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+def replace_call(
+    model: fx.GraphModule, node: fx.Node, name: str, module: nn.Module, args: tuple[fx.node.Argument, ...]
+) -> None:
     """Make a node the call of a new module with these arguments."""
     model.add_submodule(name, module)
     options = {key: value for key, value in node.kwargs.items() if key == "output_size" and node.op == "call_module"}
@@ -160,13 +156,13 @@ def replace_call(model: fx.GraphModule, node: fx.Node, name: str, module: nn.Mod
 
 
 def handed(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
-    """The module or value that a call is handed as a keyword argument; None if it is not."""
+    """Return the module or value that a call is handed as a keyword argument, or None."""
     source = node.kwargs.get(key)
     return values[source] if isinstance(source, fx.Node) else source
 
 
 def integers_of(node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> IntegerWeight:
-    """The integers of a layer for one call: with the input quantizer, BatchNorm, weight and bias that it is handed."""
+    """Return the integers of a layer for one call, with all that the call is handed."""
     quantizers = [handed(node, key, values) for key in layer.quantizer_arguments]
     if isinstance(layer, QuantBilinear):
         return layer.integers(quantizers[0], None, None, None, quantizers[1])

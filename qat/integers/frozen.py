@@ -1,4 +1,4 @@
-"""Modules that hold the integers of a quantizer, a parameter, a layer or a table, stored in 8 bits.
+"""Modules that hold the 8-bit integers of a quantizer, parameter, layer or table.
 
 They compute with `Operations`: in torch, or as the operators of the file that is written from them.
 """
@@ -20,22 +20,22 @@ TRANSPOSED = (QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
 
 
 class Operations:
-    """How frozen modules quantize and dequantize: here with torch's arithmetic.
+    """Arithmetic of frozen modules, here torch's.
 
     A file format derives from this class and answers with its own operators, so that tracing a frozen model records
     them.
     """
 
     float_biases = False
-    """Whether biases are stored as the floats that they stand for."""
+    """True if biases are stored as the floats that they stand for."""
 
     sums_integers = False
-    """Whether layers compute as evaluation does, and not on dequantized operands, which runtimes fuse."""
+    """True if layers compute as evaluation does, not on dequantized operands."""  # which runtimes fuse
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
     ) -> Tensor:
-        """clamp(round(x / scale) + zero_point, *bounds) in the integer type of zero_point.
+        """Return clamp(round(x / scale) + zero_point, *bounds) in the type of zero_point.
 
         Args:
             x: any shape.
@@ -51,7 +51,7 @@ class Operations:
     def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
     ) -> Tensor:
-        """(codes - zero_point) * scale.
+        """Return (codes - zero_point) * scale.
 
         Args:
             codes: integers in any shape.
@@ -77,7 +77,7 @@ class NotANumberError(ValueError):
 
 
 def stored_offset(quantizer: Quantizer) -> int:
-    """What is added to a quantizer's integers and zero point to store them: 128 for a signed grid with a zero point.
+    """Return what storing adds to integers: 128 for a signed grid with a zero point.
 
     The same grid is then stored in uint8, the type for which runtimes have every kernel; ONNX Runtime loses a zero
     point in int8 when it fuses. A symmetric signed grid stays int8 with zero point 0, which TensorRT requires.
@@ -86,7 +86,7 @@ def stored_offset(quantizer: Quantizer) -> int:
 
 
 def stored_qparams(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Scale, and zero point in the integer type that stores the codes."""
+    """Return scale, and zero point in the integer type that stores the codes."""
     scale, zero_point = quantizer.grid()
     offset = stored_offset(quantizer)
     container = torch.int8 if quantizer.bounds()[0] + offset < 0 else torch.uint8
@@ -94,7 +94,7 @@ def stored_qparams(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 class FrozenQuantizer(nn.Module):
-    """A quantizer of activations: quantize and dequantize on a fixed grid; name: of the call in the model."""
+    """A quantizer of activations on a fixed grid; `name` is the call's in the model."""
 
     def __init__(self, quantizer: Quantizer, name: str, operations: Operations) -> None:
         super().__init__()
@@ -104,25 +104,25 @@ class FrozenQuantizer(nn.Module):
         self.offset = stored_offset(quantizer)
         low, high = (bound + self.offset for bound in quantizer.bounds())
         limits = torch.iinfo(zero_point.dtype)
-        self.clips = (low, high) != (limits.min, limits.max)
+        self.clips = (low, high) != (limits.min, limits.max)  # else the type clips by itself
         self.scale = nn.Buffer(scale)
         self.zero_point = nn.Buffer(zero_point)
         self.low = nn.Buffer(torch.tensor(low, dtype=zero_point.dtype))
         self.high = nn.Buffer(torch.tensor(high, dtype=zero_point.dtype))
 
     def grid(self) -> tuple[float, ...]:
-        """Scale, zero point and bounds: quantizers with equal numbers have one grid."""
+        """Return scale, zero point and bounds: equal numbers are one grid."""
         return tuple(float(number) for number in (self.scale, self.zero_point, self.low, self.high))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x on the grid."""
+        """Return x on the grid."""
         bounds = (self.low, self.high) if self.clips else None
         codes = self.operations.quantize(x, self.scale, self.zero_point, bounds, self.quantizer_name)
         return self.operations.dequantize(codes, self.scale, self.zero_point)
 
 
 class FrozenParameter(nn.Module):
-    """A quantized parameter that is an operand of a matrix product, as integers; name: of its quantizer."""
+    """A quantized parameter in a matrix product, as integers, named by its quantizer."""
 
     def __init__(self, quantizer: Quantizer, name: str, value: Tensor, operations: Operations) -> None:
         super().__init__()
@@ -133,13 +133,13 @@ class FrozenParameter(nn.Module):
         self.scale = nn.Buffer(scale)
         self.zero_point = nn.Buffer(zero_point)
 
-    def forward(self, *unused: Any) -> Tensor:
-        """The values; the float parameter is not read again."""
+    def forward(self, *unused: object) -> Tensor:
+        """Return the values; the float parameter is not read again."""
         return self.operations.dequantize(self.codes, self.scale, self.zero_point)
 
 
 class FrozenLayer(nn.Module):
-    """A quantized layer with its BatchNorm folded in: int8 weight, int32 bias (or its floats).
+    """A quantized layer with its BatchNorm folded in: int8 weight, int32 bias.
 
     Args:
         layer: whose operation it is.
@@ -185,8 +185,8 @@ class FrozenLayer(nn.Module):
         self.bias_scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
         self.bias = nn.Buffer(bias * self.bias_scale if operations.float_biases else bias)
 
-    def forward(self, x: Tensor, *operands: Any, **options: Any) -> Tensor:
-        """The operation on dequantized operands, or on integers.
+    def forward(self, x: Tensor, *operands: Tensor, **options: Any) -> Tensor:
+        """Compute on dequantized operands, or on integers.
 
         Args:
             x: the input.
@@ -230,7 +230,7 @@ class FrozenTable(nn.Module):
         self.zero_point = nn.Buffer(zero_point.reshape(-1).expand(rows).contiguous())
 
     def forward(self, indices: Tensor) -> Tensor:
-        """The values of the rows with these indices."""
+        """Return the values of the rows with these indices."""
         asked = indices.reshape(-1)
         rows = self.operations.dequantize(self.codes[asked], self.scale[asked], self.zero_point[asked], axis=0)
         return rows.reshape(*indices.shape, -1)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-"""Layers that keep values on their grid in evaluation; in training they scale or shift them."""
+"""Layers that keep values on their grid in evaluation, but not in training."""
 
 RESTING = ("StochasticDepth", "DropPath")
-"""Names of classes that pass their input in evaluation: torchvision's, timm's and the copies of it."""
+"""Classes that pass their input in evaluation: torchvision's, timm's, and copies."""
 
 RESHAPING = {"flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "unflatten"}
 """Methods, and functions of torch, that keep every value as it is."""
@@ -32,12 +32,12 @@ class Window(NamedTuple):
     ceil_mode: bool
 
     def packed(self) -> list[int]:
-        """All numbers in one list, for an operator."""
+        """Return all numbers in one list, for an operator."""
         return [*self.kernel, *self.stride, *self.padding, *self.dilation, int(self.ceil_mode)]
 
 
 def rests(module: nn.Module | None) -> bool:
-    """True if a module in evaluation mode passes its input."""
+    """Return True if a module in evaluation mode passes its input."""
     if type(module).__name__ in RESTING and module is not None:
         x = torch.ones(2, 2)
         with suppress(Exception):  # a class of that name that takes other inputs
@@ -46,7 +46,7 @@ def rests(module: nn.Module | None) -> bool:
 
 
 def reshapes(node: fx.Node) -> str | None:
-    """The method of `RESHAPING` that a node calls; None if it calls another."""
+    """Return the method of `RESHAPING` that a node calls, or None."""
     if node.op == "call_method" and node.target in RESHAPING:
         return str(node.target)
     name = getattr(node.target, "__name__", "")
@@ -54,14 +54,14 @@ def reshapes(node: fx.Node) -> str | None:
 
 
 def asks_for_shape(node: fx.Node) -> bool:
-    """True if a node only asks for metadata (shape, dtype, device)."""
+    """Return True if a node only asks for metadata (shape, dtype, device)."""
     if node.target is getattr:
         return node.args[1] in ASKING
     return node.target is len or (node.op == "call_method" and node.target in ASKING)
 
 
-def window(node: fx.Node, module: Any) -> Window | None:
-    """The sizes of a max pool of images; None for any other node."""
+def window(node: fx.Node, module: nn.Module | None) -> Window | None:
+    """Return the sizes of a max pool of images, or None for any other node."""
     if type(module) is nn.MaxPool2d:
         return window_of(module)
     if node.target in (F.max_pool2d, torch.max_pool2d) and len(node.all_input_nodes) == 1:  # sizes are known
@@ -72,8 +72,8 @@ def window(node: fx.Node, module: Any) -> Window | None:
     return None
 
 
-def window_of(pool: Any) -> Window | None:
-    """The sizes of an nn.MaxPool2d; None if it returns indices too."""
+def window_of(pool: nn.MaxPool2d) -> Window | None:
+    """Return the sizes of an nn.MaxPool2d, or None if it returns indices too."""
     if pool.return_indices:
         return None
     stride = pool.kernel_size if pool.stride is None else pool.stride

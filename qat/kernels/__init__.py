@@ -1,4 +1,4 @@
-"""Fast kernels for the costliest estimators, chosen by device; the formulas in qat.functional are their reference."""
+"""Fast kernels by device; the formulas in qat.functional are their reference."""
 
 from qat.kernels.dispatch import (
     choose,

@@ -1,4 +1,4 @@
-"""Who computes what: compiled kernels on the CPU, Triton's on a GPU, or the plain formula.
+"""Dispatch between kernels: C on the CPU, Triton on a GPU, or the plain formula.
 
 The switches hold in the thread that enters their context; other threads do not see them.
 """
@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,14 +19,13 @@ from qat.kernels.cpu import quantizers
 from qat.torch_internals import operations_are_watched
 
 TRITON_DEVICES = {"cuda"}
-"""Whose kernels are Triton's; tests add the CPU, where Triton's interpreter runs them."""
+"""Devices of Triton's kernels; tests add the CPU, for Triton's interpreter."""
 
 log = logging.getLogger("qat.kernels")
 
 
 class _Switches(threading.local):
-    """Thread-local attributes, because torch.compile guards on them; torch 2.11's cannot read a ContextVar."""
-
+    # Thread-local attributes, because torch.compile guards on them; torch 2.11's cannot read a ContextVar.
     def __init__(self) -> None:
         self.plain = False
         self.in_float = False
@@ -36,7 +36,7 @@ _switches = _Switches()
 
 @contextmanager
 def _on(name: str) -> Iterator[None]:
-    before = getattr(_switches, name)
+    before = getattr(_switches, name)  # contexts may be nested
     setattr(_switches, name, True)
     try:
         yield
@@ -46,7 +46,9 @@ def _on(name: str) -> Iterator[None]:
 
 @contextmanager
 def plain_formulas() -> Iterator[None]:
-    """A context in which everything runs as plain torch operations: for second derivatives, and to compare.
+    """Run everything in this context as plain torch operations.
+
+    It is for second derivatives, and to compare.
 
     >>> import torch
     >>> from qat.functional import lsq_quantize
@@ -62,53 +64,62 @@ def plain_formulas() -> Iterator[None]:
 
 @contextmanager
 def float_products() -> Iterator[None]:
-    """A context in which training multiplies in float on the same grids, even where integers would be faster."""
+    """Train with products in float on the same grids, even where integers are faster."""
     with _on("in_float"):
         yield
 
 
 def integers_allowed() -> bool:
-    """Whether products may be computed in integers here."""
+    """Return True if products may be computed in integers here."""
     return not _switches.in_float
 
 
 def plain_wanted() -> bool:
-    """Whether plain operations are asked for."""
+    """Return True if plain operations are asked for."""
     return _switches.plain
 
 
 def plain_here() -> bool:
-    """Whether plain operations have to run: they are asked for, or something besides autograd watches operations."""
+    """Return True if plain operations have to run.
+
+    They are asked for, or something besides autograd watches operations.
+    """
     return torch.compiler.is_compiling() or plain_wanted() or operations_are_watched()
 
 
 def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[quantizers.CPUKernels] | None:
-    """The kernels for x and its grid (scale and zero_point as in `lsq_quantize`), or None for the plain formula."""
+    """Return the kernels for x and its grid, or None for the plain formula.
+
+    scale and zero_point are those of `lsq_quantize`.
+    """
     if plain_here():
         return None
     if not passes_values(x):
         return quantizers.CPUKernels if x.is_cpu and quantizers.applies(x, scale, zero_point) else None
-    found = triton_kernels() if _launches_at(x) else None
+    found = triton_kernels() if _launches_at(x) else None  # Triton launches on the current device
     if found is None or not found.applies(x, scale, zero_point):
         return None
     return cast("type[quantizers.CPUKernels]", found.TritonKernels)
 
 
 def passes_values(x: Tensor) -> bool:
-    """Whether kernels that train x's device write values, which layers pass on, and no codes."""
+    """Return True if kernels that train on x's device write values, and no codes.
+
+    Layers pass these values on.
+    """
     return x.device.type in TRITON_DEVICES
 
 
 def _launches_at(x: Tensor) -> bool:
-    """Whether Triton, which launches on the current device, may run or be tried there now."""
+    # Triton launches on the current device.
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return False
     tried = bool(triton_kernels.cache_info().currsize)
     return passes_values(x) and (tried or not (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def triton_here(x: Tensor, evaluates: bool = False) -> Any:
-    """The module of Triton's kernels over chains, or that over codes, if they take tensors such as x; else None."""
+def triton_here(x: Tensor, evaluates: bool = False) -> ModuleType | None:
+    """Return the module of Triton's kernels over chains or codes if they take x."""
     found = triton_kernels() if type(x) is Tensor and not plain_here() and _launches_at(x) else None
     if found is None or not (evaluates or x.dtype in found.DTYPES):
         return None
@@ -118,8 +129,8 @@ def triton_here(x: Tensor, evaluates: bool = False) -> Any:
 
 
 @functools.cache
-def triton_kernels() -> Any:
-    """The module of kernels in Triton, tried once; None where there is none, and the log says why."""
+def triton_kernels() -> ModuleType | None:
+    """Return the module of kernels in Triton, tried once, or None; the log says why."""
     if os.environ.get("QAT_KERNELS", "").lower() == "off":
         log.info("QAT_KERNELS=off: quantizers run as plain torch operations")
         return None
@@ -130,7 +141,7 @@ def triton_kernels() -> Any:
         device = min(TRITON_DEVICES)
         x, scale = torch.tensor([0.26, -9.0, 0.5], device=device), torch.tensor(0.5, device=device)
         y = found.TritonKernels.quantize(x, scale, None, -8, 7)
-        if y.tolist() == [0.5, -4.0, 0.5] and chains.works(x, scale):
+        if y.tolist() == [0.5, -4.0, 0.5] and chains.works(x, scale):  # a wrong compiler is as bad as none
             return found
         reason = "they are wrong here"
     except Exception as error:  # no Triton, no compiler for it, a card older than it supports

@@ -11,10 +11,5 @@ from qat.post_training.reconstruction import BRECQ, AdaRound, QDrop
 
 __all__ = ["BRECQ", "AdaRound", "CrossLayerEqualization", "QDrop"]
 
-STEPS = {
-    "cross_layer_equalization": CrossLayerEqualization,
-    "adaround": AdaRound,
-    "brecq": BRECQ,
-    "qdrop": QDrop,
-}
-"""The names of the steps in a config."""
+STEPS = {"cross_layer_equalization": CrossLayerEqualization, "adaround": AdaRound, "brecq": BRECQ, "qdrop": QDrop}
+"""Names of the steps in a config."""

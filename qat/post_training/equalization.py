@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,21 @@ from qat.text import check_types
 from qat.torch_internals import AnyBatchNorm, AnyConvolution
 
 HOMOGENEOUS = (nn.ReLU, nn.Identity, nn.Dropout, nn.Dropout2d, F.relu, torch.relu, "relu")
-"""What lets a positive factor of a channel pass: f(s * x) = s * f(x)."""
+"""Functions that let a positive factor of a channel pass: f(s * x) = s * f(x)."""
 
 DEAD = 1e-6
-"""A channel whose range is less than this share of the largest one is left as it is."""
+"""Share of the largest range below which a channel is left as it is."""
+
+Norm: TypeAlias = Any
+"""A BatchNorm with statistics and an affine part, whose tensors torch's types call optional."""
+
+Pair: TypeAlias = tuple[QuantLayer, Norm | None, QuantLayer]
+"""Two layers that follow each other, and between them the BatchNorm of the first if it has one."""
 
 
 @dataclass(frozen=True)
 class CrossLayerEqualization:
-    """Give the channels between two layers like ranges; the float model stays the same.
+    """Give channels between two layers like ranges; the float model stays the same.
 
         s = sqrt(r1 / r2);    W1[i], b1[i] <- W1[i] / s[i], b1[i] / s[i];    W2[:, i] <- W2[:, i] * s[i]
 
@@ -68,7 +74,7 @@ class CrossLayerEqualization:
     def run(self, model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> str:
         """Equalize the layers of a prepared model; return what was done, in a sentence."""
         found = [pair for graph in traced_parts(model).values() for pair in _pairs(graph)]
-        pairs = [(first, norm, second) for first, norm, second, passes in found if passes]
+        pairs = [pair for pair, passes in found if passes]
         normed = [each for graph in traced_parts(model).values() for each in _normed(graph).items()]
         for _ in range(self.rounds):
             for pair in pairs:
@@ -81,8 +87,8 @@ class CrossLayerEqualization:
         return f"{done}{kept if len(found) > len(pairs) else ''}"
 
 
-def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
-    # Two layers that follow each other, the first one's norm, and whether a factor passes between them.
+def _pairs(graph: PreparedGraph) -> Iterator[tuple[Pair, bool]]:
+    # With True if a factor passes between the two layers.
     once, norms = used_once(graph), _normed(graph)
     for node in graph.graph.nodes:
         second = called(graph, node)
@@ -99,13 +105,14 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Any, Any, Any, bool]]:
             norm = norm_of(graph, before)
             if norm in (None, norms.get(first)):
                 # Channels are the last axis for a linear layer, and the axis before those of its window for others.
-                alike = first.weight.dim() == second.weight.dim() and len(_outputs(first)) == _inputs(second)
+                inputs = second.in_channels if isinstance(second, AnyConvolution) else second.in_features
+                alike = first.weight.dim() == second.weight.dim() and len(_outputs(first)) == inputs
                 frozen = first.weight_quantizer.is_frozen or second.weight_quantizer.is_frozen
-                yield first, norm, second, passes and alike and not frozen
+                yield (first, norm, second), passes and alike and not frozen
 
 
-def _normed(graph: PreparedGraph) -> dict[Any, Any]:
-    # The layers whose BatchNorm can take a factor of each channel, and these.
+def _normed(graph: PreparedGraph) -> dict[QuantLayer, Norm]:
+    # Layers to the BatchNorm that can take a factor of each of their channels.
     once, pairs = used_once(graph), [(called(graph, node), norm_of(graph, node)) for node in graph.graph.nodes]
     return {
         layer: norm for layer, norm in pairs
@@ -117,27 +124,20 @@ def _is_pairable(module: nn.Module | None) -> TypeGuard[QuantLayer]:
     # A layer whose input channels are an axis of its weight, or a depthwise one.
     if not owns_weight(module) or module.input_quantizer is not None:
         return False
-    layer: Any = module
-    if _is_grouped(layer):
-        return bool(layer.groups == layer.in_channels == layer.out_channels)
-    return isinstance(layer, (nn.Linear, AnyConvolution))
+    if _is_grouped(module):
+        return bool(module.groups == module.in_channels == module.out_channels)
+    return isinstance(module, (nn.Linear, AnyConvolution))
 
 
-def _outputs(layer: Any) -> Tensor:
-    # The weight with a row for each output channel.
-    rows: Tensor = layer.channels_first(layer.weight)
-    return rows.flatten(1)
+def _outputs(layer: QuantLayer) -> Tensor:  # the weight with a row for each output channel
+    return layer.channels_first(layer.weight).flatten(1)
 
 
-def _is_grouped(layer: Any) -> bool:
+def _is_grouped(layer: QuantLayer) -> bool:
     return isinstance(layer, AnyConvolution) and layer.groups > 1
 
 
-def _inputs(layer: Any) -> int:
-    return int(layer.in_channels if isinstance(layer, AnyConvolution) else layer.in_features)
-
-
-def _even_rows(layer: Any, norm: Any) -> None:
+def _even_rows(layer: QuantLayer, norm: Norm) -> None:
     r = _outputs(layer).abs().amax(1)
     t = torch.where(r > DEAD * r.max(), r / r.max(), 1.0)
     layer.weight /= layer.torch_layout(t.view(-1, *[1] * (layer.weight.dim() - 1)))
@@ -149,13 +149,14 @@ def _even_rows(layer: Any, norm: Any) -> None:
     norm.weight *= torch.sqrt(norm.running_var + norm.eps)
 
 
-def _equalize(first: Any, norm: Any, second: QuantLayer) -> None:
+def _equalize(first: QuantLayer, norm: Norm | None, second: QuantLayer) -> None:
     rows = second.channels_first(second.weight)
     columns = rows if _is_grouped(second) else rows.transpose(0, 1)
     r1, r2 = _outputs(first).abs().amax(1), columns.flatten(1).abs().amax(1)
+    # A dead channel has no range to even.
     alive = (r1 > DEAD * r1.max()) & (r2 > DEAD * r2.max())
     s = torch.where(alive, torch.sqrt(r1 / r2) if norm is None else r2.max() / r2, 1.0)
-    if norm is None and first.bias is not None:
+    if norm is None and first.bias is not None:  # a bias that grows would widen the activation's range
         bias = first.bias.abs()
         reach = (bias + 3 * _outputs(first).norm(dim=1)).max()
         s = s.maximum(bias / reach.clamp_min(torch.finfo(bias.dtype).tiny))

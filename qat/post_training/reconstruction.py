@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,12 @@ from qat.switches import switched
 from qat.text import check_types, some
 from qat.torch_internals import pytree
 
+T = TypeVar("T")
+
 WARM_UP, BETAS = 0.2, (20.0, 2.0)
-"""The share of the steps without penalty, and beta's first and last value: those of the papers' code."""
+"""Share of the steps without penalty, and beta's first and last value: those of the papers' code."""
 
 NOT_OWN = "since no graph calls them, once, with a weight of their own"
-
 
 STRETCH = 0.1
 """The sigmoid is stretched by so much beyond 0 and 1 and clipped there, so that both are reached (zeta = 1.1,
@@ -69,23 +70,23 @@ class SoftRounding(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("floor", torch.floor(rows / scale))
         self.register_buffer("nearest", quantizer.compute_codes(rows).detach() - zero_point)
-        rest = rows / scale - self.floor
+        rest = rows / scale - self.floor  # h at first, of which v is the inverse
         self.v = nn.Parameter(-torch.log((1 + 2 * STRETCH) / (rest + STRETCH) - 1))
 
     @staticmethod
     def refusal(quantizer: Quantizer) -> str | None:
-        """The reason why weights cannot be rounded otherwise, as a sentence's end, or None."""
+        """Return why weights cannot be rounded otherwise, as a sentence's end, or None."""
         own = type(quantizer).compute_codes is not Quantizer.compute_codes
         if own or not quantizer.uniform or not quantizer.exportable:
             return f"since the rule {quantizer.spec.rule!r} finds its integers in a way of its own"
         return "since its quantizer is switched off" if quantizer.passes else None
 
     def h(self) -> Tensor:
-        """The place of each element between its two levels, 0 to 1."""
+        """Return the place of each element between its two levels, 0 to 1."""
         return torch.clamp(torch.sigmoid(self.v) * (1 + 2 * STRETCH) - STRETCH, 0, 1)
 
     def forward(self) -> Tensor:
-        """The weight, in torch's layout."""
+        """Return the weight, in torch's layout."""
         return self._weight(self.h())
 
     def _weight(self, h: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ class SoftRounding(nn.Module):
         return layer.torch_layout(rows).to(layer.weight.dtype)
 
     def penalty(self, beta: float) -> Tensor:
-        """sum(1 - |2 * h - 1|^beta): 0 where every h is 0 or 1."""
+        """Return sum(1 - |2 * h - 1|^beta), which is 0 if every h is 0 or 1."""
         return (1 - (2 * self.h() - 1).abs() ** beta).sum()
 
     @torch.no_grad()
@@ -189,7 +190,7 @@ class AdaRound:
                 undo.enter_context(scale.register_forward_hook(lambda _, args, y: mixed(args[0], y)))
             for step in range(self.iterations):
                 chosen = int(torch.randint(len(targets), (), generator=generator))
-                values: Any = unit.on_grids[chosen]
+                values = unit.on_grids[chosen]
                 if self.drop:
                     values = pytree.tree_map(mixed, unit.in_float[chosen], values)
                 answer = functional_call(module, {name: each() for name, each in soft.items()}, values)
@@ -200,7 +201,7 @@ class AdaRound:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
                 optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # the scales belong to the model
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class QDrop(BRECQ):
     scale_lr: float = 4e-5
 
 
-def _distance(answers: Any, targets: Any) -> Tensor:
+def _distance(answers: object, targets: object) -> Tensor:
     # channels * mean((y - t)^2), the sum of all outputs; channels are axis 1 of images, else the last.
     total = torch.zeros(())
     for y, t in zip(_floating(answers), _floating(targets), strict=True):
@@ -247,7 +248,7 @@ def _distance(answers: Any, targets: Any) -> Tensor:
     return total
 
 
-def _floating(values: Any) -> list[Tensor]:
+def _floating(values: object) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -259,15 +260,15 @@ def _beta(progress: float) -> float | None:
     return last + 0.5 * (first - last) * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
 
 
-def _mixed(drop: float, generator: torch.Generator, x: Any, y: Any) -> Any:
-    # y, with a random share of its elements from x
+def _mixed(drop: float, generator: torch.Generator, x: Tensor, y: T) -> T | Tensor:
+    # y with a random share of its elements from x; what is no floating tensor stays.
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
     return torch.where(torch.rand(y.shape, generator=generator).to(y.device) < drop, x, y)
 
 
 def _left_out(model: nn.Module, done: set[nn.Module]) -> str:
-    # Which quantized weights keep rounding to nearest, and why; "" if none do.
+    # The sentence on weights that keep rounding to nearest.
     reasons: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantLayer):

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from qat.contexts import evaluating
 from qat.graph.nodes import submodule_of
-from qat.inputs import Batch, call_model, inputs_and_labels
+from qat.inputs import Batch, Inputs, call_model, inputs_and_labels
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import traced_parts
@@ -23,7 +23,10 @@ from qat.switches import switched
 from qat.torch_internals import parameters_of, pytree
 
 Values = tuple[Any, ...]
-"""The values of a stretch's inputs for a few images."""
+"""Values of a stretch's inputs for a few images."""
+
+End = fx.node.Argument
+"""A node whose value comes out of a stretch, or several as `fx.Node.args` holds them."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,21 @@ class Stretch:
     graph: PreparedGraph
     original: PreparedGraph
     starts: tuple[fx.Node, ...]
-    end: Any
+    end: End
     on_grids: list[Values]
     in_float: list[Values]
 
     def module(self) -> fx.GraphModule:
-        """The stretch as a module, with the graph's own layers."""
+        """Return the stretch as a module, with the graph's own layers."""
         return between(self.graph, self.starts, self.end)
 
     def layers(self) -> dict[str, QuantLayer]:
-        """Its layers that own a weight and serve nowhere else, as they run."""
+        """Return its layers that own a weight and serve nowhere else, as they run."""
         inside, once = dict(self.module().named_modules()), used_once(self.graph)
         return {name: each for name, each in inside.items() if owns_weight(each) and each in once}
 
     def one_by_one(self) -> Iterator["Stretch"]:
-        """A stretch for each layer: the layer alone, with what flows into it now."""
+        """Yield a stretch for each layer alone, with the values that reach it now."""
         inside, layers = _needed(self.starts, self.end), self.layers()
         for node in self.graph.graph.nodes:
             if node in inside and node.op == "call_module" and node.target in layers:
@@ -79,24 +82,24 @@ class Stretch:
 
 
 def owns_weight(module: nn.Module | None) -> TypeGuard[QuantLayer]:
-    """True for a quantized layer whose weight is its own parameter."""
+    """Return True for a quantized layer whose weight is its own parameter."""
     own = isinstance(module, QuantLayer) and not isinstance(module, QuantFunction)
     return own and parameters_of(cast("nn.Module", module)).get("weight") is not None
 
 
-def called(graph: nn.Module, node: Any) -> nn.Module | None:
-    """The module that a node calls; None for anything else."""
+def called(graph: nn.Module, node: object) -> nn.Module | None:
+    """Return the module that a node calls; None for anything else."""
     return submodule_of(graph, node) if isinstance(node, fx.Node) else None
 
 
-def norm_of(graph: nn.Module, node: fx.Node) -> Any:
-    """The BatchNorm that a layer is called with, and None without one."""
+def norm_of(graph: nn.Module, node: fx.Node) -> nn.Module | None:
+    """Return the BatchNorm that a layer is called with, or None."""
     norm = node.kwargs.get("norm")
     return graph.get_submodule(str(norm.target)) if isinstance(norm, fx.Node) else None
 
 
 def used_once(graph: PreparedGraph) -> set[nn.Module]:
-    """The modules that one node calls or reads, and whose parameters are theirs alone."""
+    """Return modules that one node calls or reads, with parameters of their own."""
     nodes = [node for node in graph.graph.nodes if node.op == "call_module"]
     used = [called(graph, node) for node in nodes] + [norm_of(graph, node) for node in nodes]
     owners = Counter(parameter for module in graph.modules() for parameter in module.parameters(recurse=False))
@@ -104,8 +107,8 @@ def used_once(graph: PreparedGraph) -> set[nn.Module]:
     return {each for each, count in counts.items() if count == 1 and all(owners[p] == 1 for p in each.parameters())}
 
 
-def between(graph: PreparedGraph, starts: tuple[fx.Node, ...], end: Any) -> fx.GraphModule:
-    """The part of a graph between some nodes and others, on the same modules."""
+def between(graph: PreparedGraph, starts: tuple[fx.Node, ...], end: End) -> fx.GraphModule:
+    """Return the part of a graph between some nodes and others, on the same modules."""
     part, needed = fx.Graph(), _needed(starts, end)
     values = {start: part.placeholder(start.name) for start in starts}
     for node in graph.graph.nodes:
@@ -115,19 +118,19 @@ def between(graph: PreparedGraph, starts: tuple[fx.Node, ...], end: Any) -> fx.G
     return fx.GraphModule(graph, part)
 
 
-def _needed(starts: tuple[fx.Node, ...], end: Any) -> set[fx.Node]:
+def _needed(starts: tuple[fx.Node, ...], end: End) -> set[fx.Node]:
     found, open_nodes = set(starts), list[fx.Node]()
     fx.map_arg(end, open_nodes.append)
     while open_nodes:
         node = open_nodes.pop()
-        if node not in found:
+        if node not in found:  # the starts are found: nothing before them is needed
             found.add(node)
             open_nodes.extend(node.all_input_nodes)
     return found
 
 
 def stretches(model: nn.Module, original: nn.Module, batches: Iterable[Batch], images: int) -> Iterator[Stretch]:
-    """The stretches of a model as they run; each sees what the ones before have become.
+    """Yield the stretches of a model as they run; each sees the changes before it.
 
     Args:
         model: from `prepare`, calibrated.
@@ -144,12 +147,12 @@ def stretches(model: nn.Module, original: nn.Module, batches: Iterable[Batch], i
             for starts, end in _cuts(graph) if on_grids else ():
                 stretch = Stretch(graph, plain, starts, end, on_grids, in_float)
                 yield stretch
-                on_grids = [(value,) for value in stretch.results()]
+                on_grids = [(value,) for value in stretch.results()]  # of layers as they are now
                 in_float = [(value,) for value in stretch.targets()]
 
 
-def _pieces(inputs: Any, images: int) -> list[Any]:
-    # Inputs in pieces of so many images; whole if their tensors do not agree on how many there are.
+def _pieces(inputs: Inputs, images: int) -> list[Inputs]:
+    # Inputs stay whole if their tensors do not agree on the number of images.
     if isinstance(inputs, list):  # of images, each of its own size
         return [inputs]
     leaves, structure = pytree.tree_flatten(inputs)
@@ -162,7 +165,7 @@ def _pieces(inputs: Any, images: int) -> list[Any]:
     return [pytree.tree_unflatten(piece, structure) for piece in each]
 
 
-def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Any]) -> list[Values]:
+def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Inputs]) -> list[Values]:
     found: list[Values] = []
     arguments = [node for node in graph.graph.nodes if node.op == "placeholder"]
 
@@ -180,13 +183,13 @@ def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Any]) -> list[Va
     return found
 
 
-def _cuts(graph: PreparedGraph) -> Iterator[tuple[tuple[fx.Node, ...], Any]]:
+def _cuts(graph: PreparedGraph) -> Iterator[tuple[tuple[fx.Node, ...], End]]:
     # Starts and end of each stretch. A cut is behind a quantizer whose tensor is all that is read later.
     nodes = [node for node in graph.graph.nodes if node.op != "get_attr"]
     last_read = {value: place for place, node in enumerate(nodes) for value in node.all_input_nodes}
     starts = tuple(node for node in nodes if node.op == "placeholder")
     live, has_layer = set[fx.Node](), False
-    for place, node in enumerate(nodes[:-1]):
+    for place, node in enumerate(nodes[:-1]):  # the last is the output
         live = {each for each in (*live, node) if last_read.get(each, -1) > place}
         module = called(graph, node)
         has_layer = has_layer or owns_weight(module)

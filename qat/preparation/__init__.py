@@ -1,1 +1,1 @@
-"""From a traced float model to a quantized one: twins, functional weights, placement of quantizers, parts."""
+"""From a traced float model to a quantized one."""

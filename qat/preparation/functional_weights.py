@@ -1,4 +1,4 @@
-"""Functional layers, `F.linear(x, self.qkv.weight)`: their weights are quantized where the functions read them."""
+"""Functional layers, `F.linear(x, self.qkv.weight)`, and their quantized weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,27 +13,28 @@ from qat.layers import QuantFunction, QuantLayer, QuantLinear
 from qat.layers.function import FLOAT_TYPES
 from qat.layers.twins import float_type_of, is_composite
 from qat.recipe import ScopedRecipe
+from qat.spec import QuantSpec
 from qat.torch_internals import has_forward_hooks
 
 CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-ARGUMENTS: dict[Any, tuple[str, ...]] = {
+ARGUMENTS: dict[object, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
     F.conv1d: CONVOLUTION_ARGUMENTS,
     F.conv2d: CONVOLUTION_ARGUMENTS,
     F.conv3d: CONVOLUTION_ARGUMENTS,
 }
-"""Functions that become quantized layers where they read a parameter, and the names of their arguments."""
+"""Argument names of functions that become quantized layers on a parameter."""
 
 REASON_NOTED = "qat_explained"
-"""Key of node.meta: the function stays in float, and the reason is already noted under the layer's name."""
+"""Key of node.meta: the reason to stay in float is noted under the layer's name."""
 
 RECIPE_NAME = "qat_recipe_name"
-"""Key of node.meta: the name by which a recipe speaks of a layer that was a function."""
+"""Key of node.meta: a recipe's name of a layer that was a function."""
 
 
 @dataclass(frozen=True)
 class FunctionalLayer:
-    """A call of a function that reads a parameter as its weight, and the quantized layer that replaces it."""
+    """A call of a function that reads a parameter as its weight, and its replacement."""
 
     node: fx.Node
     given: dict[str, Any]  # its arguments by name
@@ -48,7 +49,7 @@ class FunctionalLayer:
 
 
 def find_functional_layers(graph_module: fx.GraphModule, root: nn.Module) -> list[FunctionalLayer]:
-    """The functional layers of a traced model, in the order in which they run."""
+    """Return the functional layers of a traced model, in the order in which they run."""
     constant = constant_nodes(graph_module.graph)
     found: list[FunctionalLayer] = []
     taken: set[str] = set()
@@ -107,7 +108,7 @@ def quantize_functional_layers(
         _replace(layer, graph_module)
 
 
-def _function(layer: FunctionalLayer, weight: Tensor, spec: Any) -> QuantFunction:
+def _function(layer: FunctionalLayer, weight: Tensor, spec: QuantSpec) -> QuantFunction:
     function: Callable[..., Tensor] = layer.node.target  # type: ignore[assignment]
     options = {key: layer.given[key] for key in ARGUMENTS[function][3:] if key in layer.given}
     twin = QuantFunction(function, tuple(weight.shape), options, spec, device=weight.device)
@@ -125,7 +126,7 @@ def _replace(layer: FunctionalLayer, graph_module: fx.GraphModule) -> None:
         if layer.module is None:
             call = graph_module.graph.call_module(layer.name, (given["input"], given["weight"], bias))
         else:
-            kwargs: dict[str, Any] = {} if bias is None or own else {"bias": bias}
+            kwargs = {} if bias is None or own else {"bias": bias}
             call = graph_module.graph.call_module(layer.name, (given["input"],), kwargs)
     call.meta = {**layer.node.meta, RECIPE_NAME: layer.recipe_name}
     layer.node.replace_all_uses_with(call)
@@ -140,7 +141,7 @@ def _owners(weight: fx.Node) -> set[str]:
 
 
 def _reader(node: fx.Node, given: dict[str, Any], root: nn.Module) -> tuple[str, nn.Linear | None]:
-    # the name of the quantized layer, and the linear layer whose whole weight the call reads, if there is one
+    # The name of the quantized layer, and the linear layer whose whole weight the call reads, if there is one.
     weight, bias = given["weight"], given.get("bias")
     if weight.op == "get_attr" and node.target is F.linear:
         owner, _, attribute = str(weight.target).rpartition(".")

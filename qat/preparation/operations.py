@@ -1,8 +1,8 @@
-"""The tables behind the placement: which operations pass a grid on, and which compute on quantized operands."""
+"""The tables behind placement: which operations pass a grid on, or compute on it."""
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ MOVING_FUNCTIONS = {
     torch.split, operator.getitem, torch.channel_shuffle, torch.pixel_shuffle, torch.roll, torch.unflatten,
     torch.swapaxes, torch.movedim, torch.select, torch.narrow, torch.clone, torch.repeat_interleave,
 }  # fmt: skip
-"""They know nothing of values, and move bytes as well."""
+"""Functions that know nothing of values, and move bytes as well."""
 
 PASSING_FUNCTIONS = {
     F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d, F.dropout, *MOVING_FUNCTIONS,
@@ -34,7 +34,7 @@ PASSING_METHODS = {
     "repeat_interleave",
 }  # fmt: skip
 
-Calls = tuple[tuple[type[nn.Module], ...], set[Any], set[str]]
+Calls: TypeAlias = tuple[tuple[type[nn.Module], ...], set[object], set[str]]
 """Modules, functions and tensor methods that do the same."""
 
 SPLITTING: Calls = ((), {torch.chunk, torch.split}, {"chunk", "split"})
@@ -49,7 +49,7 @@ FLOAT_PRODUCTS = {
     torch.addmm, torch.addbmm, torch.baddbmm, torch.tensordot, torch.mv, torch.dot, F.bilinear, F.conv1d, F.conv2d,
     F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding, F.embedding_bag,
 }  # fmt: skip
-"""Products that stay in float as functions; F.linear and F.conv only if their weight is not a parameter."""
+"""Products that stay in float as functions; F.linear and F.conv of no parameter."""
 
 JOINING: dict[Operation, Calls] = {
     "add": ((), {operator.add, torch.add}, {"add", "add_"}),
@@ -61,7 +61,7 @@ JOINING: dict[Operation, Calls] = {
     "cat": ((), {torch.cat, torch.concat}, set()),
     "stack": ((), {torch.stack}, set()),
 }
-"""Operations on several tensors. They compute integers if all operands and the result are quantized."""
+"""Operations on several tensors, in integers if operands and result are quantized."""
 
 AVERAGING: dict[Operation, Calls] = {
     "avg_pool": (
@@ -78,7 +78,7 @@ AVERAGING: dict[Operation, Calls] = {
     "mean": ((), {torch.mean}, {"mean"}),
     "interpolate": ((nn.Upsample,), {F.interpolate}, set()),
 }  # fmt: skip
-"""Linear operations on one tensor. They compute integers if the operand and the result are quantized."""
+"""Linear operations on one tensor, in integers if it and the result are quantized."""
 
 NONLINEAR: dict[Operation, Calls] = {
     "softmax": ((nn.Softmax,), {F.softmax, torch.softmax}, {"softmax"}),
@@ -97,7 +97,7 @@ NONLINEAR: dict[Operation, Calls] = {
     "group_norm": ((nn.GroupNorm,), {F.group_norm}, set()),
     "instance_norm": ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), {F.instance_norm}, set()),
 }
-"""Operations that compute in float between integers, unless the target has no float arithmetic at all."""
+"""Operations in float between integers, unless the target has no float arithmetic."""
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6, nn.Hardtanh)
 RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, F.relu6, F.hardtanh, torch.clamp}
@@ -105,19 +105,18 @@ RELU_METHODS = {"relu", "relu_", "clamp", "clamp_"}
 
 
 def is_relu(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the operation only clips. It belongs to its producer, since a grid clips anyway."""
+    """Return True if the operation only clips, and so belongs to its producer."""
     return is_call(node, RELU_MODULES, RELU_FUNCTIONS, RELU_METHODS, graph_module)
 
 
 def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether all output values lie on the grid of the first input: reshaping, selecting, max pooling."""
+    """Return True if all output values lie on the grid of the first input."""
     if node.meta.get(WRITTEN_LATER):
         return False
     if node.target is F.pad:
         return _pads_with_zero(node)
-    if (node.target == "clone" or node.target is torch.clone) and any(
-        written_by(user, graph_module) is node for user in node.users
-    ):
+    clones = node.target == "clone" or node.target is torch.clone
+    if clones and any(written_by(user, graph_module) is node for user in node.users):
         return False  # the clone becomes a different tensor
     if node.target is getattr:
         return node.args[1] in ("T", "mT")
@@ -132,7 +131,7 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 
 
 def is_split(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether an operation splits a tensor, and its pieces alone are read, one by one."""
+    """Return True if a tensor is split, and its pieces alone are read, one by one."""
     pieces = (user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
     return is_call(node, *SPLITTING, graph_module) and all(pieces)
 
@@ -144,18 +143,18 @@ def _pads_with_zero(node: fx.Node) -> bool:
 
 
 def is_product(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the operation multiplies matrices. It runs in integers if its operands are quantized."""
+    """Return True if the operation multiplies matrices, as integers if it can."""
     return is_call(node, *PRODUCTS, graph_module)
 
 
 def operation_of(node: fx.Node, graph_module: fx.GraphModule, table: Mapping[Operation, Calls]) -> Operation | None:
-    """The name of a node's operation in a table; None if it is not in the table."""
+    """Return the name of a node's operation in a table, or None."""
     found = next((name for name, calls in table.items() if is_call(node, *calls, graph_module)), None)
     return "avg_pool" if found == "mean" and averages_pixels(node) else found
 
 
 def averages_pixels(node: fx.Node) -> bool:
-    """Whether a mean, such as x.mean((2, 3)), is that of each channel of images: average pooling to one pixel."""
+    """Return True if a mean is average pooling to one pixel, such as x.mean((2, 3))."""
     given = given_by_name(node, ("input", "dim", "keepdim"))
     axes = given.get("dim")
     if not isinstance(axes, (tuple, list)) or dimensions(node) != (4 if given.get("keepdim") else 2):
@@ -164,13 +163,13 @@ def averages_pixels(node: fx.Node) -> bool:
 
 
 def producer_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
-    """The node that computed the values of a tensor, before operations that only move them."""
+    """Return the node that computed a tensor's values, before any that move them."""
     while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
-    """The node of the quantizer on whose grid a tensor lies, or None."""
+    """Return the node of the quantizer on whose grid a tensor lies, or None."""
     producer = producer_of(node, graph_module)
     return producer if isinstance(submodule_of(graph_module, producer), Quantizer) else None

@@ -1,4 +1,4 @@
-"""From a float model to quantized graphs: one for all of it, else one for each of its largest submodules.
+"""From a float model to quantized graphs: one, or one for each largest submodule.
 
 `prepare_graph` swaps layers, quantizes functional weights and places grids. `prepare_parts` is for models that a graph
 cannot hold as a whole: layers outside of the parts are quantized one by one.
@@ -30,9 +30,10 @@ from qat.torch_internals import children_of
 def prepare_graph(
     root: nn.Module, recipe: ScopedRecipe, examples: Examples | None, graph_class: type[PreparedGraph]
 ) -> PreparedGraph:
-    """Trace a float model, or a submodule of one, and quantize the graph, which takes over the model's own layers.
+    """Trace a float model or submodule, and quantize the graph.
 
-    A model that cannot be traced is a CaptureError, and unchanged; a grid of the recipe that does not fit a ValueError.
+    The graph takes over the model's own layers. A model that cannot be traced is a CaptureError, and unchanged; a grid
+    of the recipe that does not fit a ValueError.
     """
     if examples is None:
         raise CaptureError("there are no example_inputs, with which the model would be one graph")
@@ -78,7 +79,7 @@ def _first_and_last(
 def prepare_parts(
     root: nn.Module, recipe: QuantRecipe, examples: Examples | None, reason: str, graph_class: type[PreparedGraph]
 ) -> nn.Module:
-    """Quantize the largest submodules of a copy of the float model that can be traced, and other layers one by one.
+    """Quantize a copy's largest traceable submodules, and other layers one by one.
 
     `reason`: why there is no graph of the whole model.
     """
@@ -89,7 +90,7 @@ def prepare_parts(
                 call_with(root, examples)
         except Exception as error:  # of the user's own code
             raise does_not_run("prepare", root, f"the example_inputs {described(examples)}", error) from error
-    for name in ("first_bits", "last_bits"):
+    for name in ("first_bits", "last_bits"):  # only one graph says which layers run first and last
         if getattr(recipe, name) is not None:
             raise ValueError(
                 f"prepare: {name}={getattr(recipe, name)} needs a model with one graph, and {reason}; use overrides"
@@ -105,7 +106,7 @@ def prepare_parts(
 
 
 def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
-    """The traced parts of a prepared model, name to graph module; a model traced as a whole is one part, named "".
+    """Return the traced parts of a prepared model, by name; a whole one is named "".
 
     >>> import qat
     >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)), example_inputs=torch.randn(8, 4))))
@@ -127,7 +128,7 @@ class _PartsVisitor:
         left: dict[str, str],
     ) -> None:  # fmt: skip
         self.recipe, self.calls, self.graph_class, self.left = recipe, calls, graph_class, left
-        self._done: dict[int, nn.Module] = {}
+        self._done: dict[int, nn.Module] = {}  # a shared module is prepared once
 
     def visit(self, module: nn.Module, path: str) -> None:
         # torch's fast path for these reads the weights directly and does not call the layers that hold them.
@@ -152,7 +153,7 @@ class _PartsVisitor:
             setattr(module, key, self._done[id(child)])
 
     def _part(self, child: nn.Module, name: str) -> nn.Module | None:
-        # None if its own children have to be visited
+        # None if its own children have to be visited.
         if self.calls is not None and child not in self.calls:
             if is_layer(child):
                 self.left[name] = "forward never calls it for the example inputs"

@@ -1,4 +1,4 @@
-"""Where quantizers go: one per tensor, at its producer, shared by all consumers.
+"""Placement of quantizers: one per tensor, at its producer, for all consumers.
 
 A tensor needs a grid if a quantized layer or a matrix product reads it, directly or through operations that only move
 values. Sums, products, concatenations and averages ask for a grid if their own result is read as integers. The
@@ -40,7 +40,7 @@ from qat.torch_internals import AnyConvolution
 
 
 class Placement:
-    """Decides which tensors of a traced model, whose layers are already `QuantLayer`s, get a quantizer."""
+    """Decides which tensors of a traced model, with layers swapped, get a quantizer."""
 
     def __init__(self, graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
         self.graph_module = graph_module
@@ -56,7 +56,7 @@ class Placement:
             self._is_wanted(node)
 
     def demands(self, node: fx.Node) -> list[QuantSpec]:
-        """The grids that the consumers of a tensor ask for."""
+        """Return the grids that the consumers of a tensor ask for."""
         found = [pair for pair in readings(node, self.graph_module) if written_by(pair[0], self.graph_module) is None]
         specs = [spec for reader, operand in found for spec in self._demand(reader, operand)]
         if not specs and self._ends_convolution(node):
@@ -66,13 +66,13 @@ class Placement:
         return specs
 
     def _computes_in_float(self, reader: fx.Node, operand: fx.Node) -> bool:
-        # it reads the values, asks for no grid, and so gets the one that stands there
+        # It reads the values, asks for no grid, and so gets the one that stands there.
         layer = isinstance(submodule_of(self.graph_module, reader), QuantLayer)
         reads = reader in self.tensors or reader.op == "output"
         return reads and not layer and not self._demand(reader, operand)
 
     def own_quantizers(self, node: fx.Node) -> dict[str, Quantizer]:
-        """The quantizers of one's own that read a tensor, by name."""
+        """Return the quantizers of one's own that read a tensor, by name."""
         found = [
             (str(reader.target), submodule_of(self.graph_module, reader))
             for reader, _ in readings(node, self.graph_module)
@@ -80,7 +80,7 @@ class Placement:
         return {name: module for name, module in found if isinstance(module, Quantizer)}
 
     def fewer_bits(self, node: fx.Node, bits: int) -> list[tuple[fx.Node, fx.Node, QuantSpec]]:
-        """The consumers of a tensor that ask for fewer bits, each with its operand and its grid."""
+        """Return consumers of a tensor that ask for fewer bits, their operands and grids."""
         return [
             (reader, operand, spec)
             for reader, operand in readings(node, self.graph_module)
@@ -89,11 +89,11 @@ class Placement:
         ]
 
     def asks(self, reader: fx.Node, operand: fx.Node) -> bool:
-        """Whether a consumer in the traced graph asks for a grid on this operand."""
+        """Return True if a consumer in the traced graph asks for a grid on this operand."""
         return reader in self.order and bool(self._demand(reader, operand))
 
     def _demand(self, reader: fx.Node, operand: fx.Node) -> list[QuantSpec]:
-        # a list of one grid; empty if the consumer computes in float
+        # A list of one grid; empty if the consumer computes in float.
         module = submodule_of(self.graph_module, reader)
         if reader in self.constants:
             return []
@@ -115,7 +115,7 @@ class Placement:
         return [self.recipe.residual] if self._is_wanted(reader) else []
 
     def _takes_grids(self, node: fx.Node) -> bool:
-        # whether it runs in integers if its result does; it must have no parameter or number among its operands
+        # It runs in integers if its result does, and if no parameter or number is among its operands.
         averages = operation_of(node, self.graph_module, AVERAGING)
         joins = operation_of(node, self.graph_module, JOINING)
         if averages:
@@ -126,7 +126,7 @@ class Placement:
         return len(operands) > 1 and not self.constants.intersection(operands)
 
     def _is_wanted(self, node: fx.Node) -> bool:
-        # whether a consumer reads the result as integers, directly or after a ReLU
+        # A consumer reads the result as integers, directly or after a ReLU.
         if node not in self.wanted:
             self.wanted[node] = any(
                 self._is_wanted(reader) if is_relu(reader, self.graph_module) else bool(self._demand(reader, operand))
@@ -135,7 +135,7 @@ class Placement:
         return self.wanted[node]
 
     def _ends_convolution(self, node: fx.Node) -> bool:
-        # conv -> ReLU that is not an output of the model: integer kernels have no float result
+        # A conv -> ReLU that is not an output of the model, since integer kernels have no float result.
         anchor = node
         while is_relu(anchor, self.graph_module):
             anchor = anchor.all_input_nodes[0]
@@ -146,13 +146,13 @@ class Placement:
 
 
 def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict[str, str]:
-    """Insert activation quantizers in place, and pass every quantized layer the quantizer of its input.
+    """Insert activation quantizers, and pass quantized layers those of their inputs.
 
     If consumers of a tensor ask for different grids, the one with the most bits wins; those that ask for fewer bits
     read a grid of their own behind it. A quantizer of one's own that wins becomes the tensor's, with its range; one
     that does not stays where it is, behind it.
 
-    It returns the grids of as many bits that consumers asked for in vain, by the name of the quantizer that they got.
+    Returns the grids of as many bits that consumers asked for in vain, by the name of the quantizer that they got.
     """
     call_own_quantizers(graph_module)
     placement = Placement(graph_module, recipe)
@@ -180,7 +180,7 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
         others = sorted({str(spec) for spec in specs if spec not in kept and spec.bits == chosen.bits})
         if others:
             compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
-    drop_repeated(graph_module)
+    drop_repeated(graph_module)  # those that placement left behind a quantizer with the same grid
     for node in list(graph_module.graph.nodes):
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):
@@ -189,7 +189,7 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
 
 
 def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement) -> list[list[fx.Node]]:
-    """The tensors to quantize, in groups that share a grid because the target wants inputs and result on one."""
+    """Return the tensors to quantize, in groups that a target wants on one grid."""
     group_of = {node: [node] for node in wanted}
     table = {**JOINING, **AVERAGING}
     free = {node for node in wanted if fixed_grid(node, placement.graph_module, placement.profile) is None}
@@ -211,13 +211,13 @@ def _end_of_chain(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
 
 
 def is_convolution(module: nn.Module | None) -> bool:
-    """Whether a quantized layer slides a kernel over its input."""
+    """Return True if a quantized layer slides a kernel over its input."""
     reads = isinstance(module, QuantFunction) and module.function in CONVOLUTIONS
     return reads or (isinstance(module, QuantLayer) and isinstance(module, AnyConvolution))
 
 
 def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The consumers of a tensor's values, each with its operand, also after operations that only move values."""
+    """Yield the consumers of a tensor's values with operands, also of moved values."""
     for user in node.users:
         if passes_grid(user, graph_module) and user.args[0] is node:
             yield from readings(user, graph_module)

@@ -1,4 +1,4 @@
-"""`PreparedGraph`: a prepared model as a graph. It follows replaced modules, and copies and pickles completely."""
+"""`PreparedGraph`: a prepared model as a graph that follows replaced modules."""
 
 import copy
 import functools
@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
@@ -23,25 +23,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("qat")
 
 OF_ONE_MODEL = "GraphModuleImpl"
-"""The name of the class that torch.fx creates for every model; torch.fx finds its base class by this name."""
+"""Name of the class that torch.fx creates for every model, to find its base class."""
 
 Forward = Callable[..., Any]
 """A function of a prepared model and its inputs."""
 
 
 class Block(nn.Module):
-    """What a graph leaves of a block or container: its children, by index (`model.layer1[0]`, `[-1]`, `len`, iteration)
-    or by name.
+    """A block or container without its forward: children by index or by name.
 
-    It has no forward: a prepared model calls its layers, with their grids, not blocks. It has the attributes of the
-    float model's block, and the methods of its class, `float_class`.
+    It answers `model.layer1[0]`, `[-1]`, `len` and iteration. A prepared model calls its layers, with their grids, not
+    blocks. It has the attributes of the float model's block, and the methods of its class, `float_class`.
     """
 
     def __len__(self) -> int:
         return 1 + max((int(name) for name in children_of(self) if name.isdigit()), default=-1)
 
     def __bool__(self) -> bool:
-        return True
+        return True  # also without children, where its length is 0
 
     def __getitem__(self, key: int | str) -> Any:
         if isinstance(key, int) and key < 0:
@@ -62,8 +61,8 @@ class Block(nn.Module):
             return found.__get__(self, kept) if hasattr(found, "__get__") else found
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes besides parameters, buffers, submodules and torch's own: sizes, flags, names."""
+def plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Return a module's attributes that are not torch's own, nor parameters and such."""
     torchs_own = vars(nn.Module()).keys()
     return {
         key: value
@@ -72,7 +71,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
+def keep_attributes(attributes: dict[str, object], module: nn.Module) -> None:
     """Set the attributes that a module lacks, since other code may read them."""
     for key, value in attributes.items():
         if not hasattr(module, key):
@@ -82,8 +81,7 @@ def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
 def keep_class(original: nn.Module, module: nn.Module) -> None:
     """Give a `Block` the original's class again, so that it has the class's methods."""
     if type(module) is Block and not isinstance(original, fx.GraphModule):
-        kind: Any = type(original)
-        module.__class__ = kind
+        object.__setattr__(module, "__class__", type(original))
 
 
 class PreparedGraph(Block, fx.GraphModule):
@@ -105,15 +103,14 @@ class PreparedGraph(Block, fx.GraphModule):
             known = node.target in pytree.SUPPORTED_NODES
             if isinstance(node.target, type) and is_dataclass(node.target) and not known:
                 torch.export.register_dataclass(node.target)
-        blocks: list[Any] = [module for module in self.modules() if type(module) is nn.Module]  # torch.fx's own
-        for block in blocks:
+        for block in [module for module in self.modules() if type(module) is nn.Module]:  # torch.fx's own
             block.__class__ = Block
-        cls: Any = type(self)
+        cls = type(self)
         cls._generated = cls.forward
 
         @functools.wraps(cls.forward)
-        def forward(self: PreparedGraph, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+        def forward(self: PreparedGraph, *args: object, **kwargs: object) -> object:
+            if torch.compiler.is_compiling():  # Dynamo cannot follow replaced modules
                 return self._generated(*args, **kwargs)
             self._follow_changes()  # which may generate it anew
             try:
@@ -122,12 +119,12 @@ class PreparedGraph(Block, fx.GraphModule):
                 self._name_left_out(error, args, kwargs)
                 raise
 
-        cls.forward = forward
+        setattr(cls, "forward", forward)  # noqa: B010 (a method)
         self._forget()
         return code
 
-    def _name_left_out(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # a ValueError for an error of forward if an argument that the example inputs had is left out
+    def _name_left_out(self, error: Exception, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        # A ValueError for an error of forward if an argument that the example inputs had is left out
         arguments = [node for node in self.graph.nodes if node.op == "placeholder"]
         names = [str(node.target) for node in arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -140,16 +137,15 @@ class PreparedGraph(Block, fx.GraphModule):
                 ) from error
 
     def _fused_engine(self) -> Any:
-        """The model as the engine that trains it faster, and can check and explain that (`qat.codes`); None if none."""
+        # The model as the engine that trains it faster, and can check and explain that (`qat.codes`); None if there is
+        # none.
         return None
 
     def _forget(self) -> None:
-        cls: Any = type(self)
-        cls._snapshot = None
+        type(self)._snapshot = None
 
     def _follow_changes(self) -> bool:
-        """Notice modules that were replaced, and adapt their calls; return whether the graph changed."""
-        cls: Any = type(self)
+        cls = type(self)
         if cls._snapshot is not None and cls._snapshot.holds():
             return False
         known = set()
@@ -166,7 +162,7 @@ class PreparedGraph(Block, fx.GraphModule):
 
     def train(self, mode: bool = True) -> "Self":
         """Follow replaced modules now: torch.compile, which may come next, cannot."""
-        cls: Any = type(self)
+        cls = type(self)
         held = [each for each in self.parameters() if type(each) is nn.Parameter and each.numel() and not each.is_meta]
         firsts = [float(each.detach().flatten()[0]) for each in held]  # some optimizers leave no new version
         if mode:
@@ -185,36 +181,35 @@ class PreparedGraph(Block, fx.GraphModule):
     def _is_meta_only(self) -> bool:
         return not any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters())
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # torch.fx would trace the generated code again, which not every code allows
         held = {key: value for key, value in vars(self).items() if key not in ("_graph", VERDICTS)}  # of this machine
         return unpickled, (class_of(self), type(self).__name__, held, written(self.graph))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
+    def __deepcopy__(self, memo: dict[int, object]) -> "PreparedGraph":
         known = dict(memo)
         try:
-            twin: Any = super().__deepcopy__(memo)
+            twin = cast("PreparedGraph", super().__deepcopy__(memo))
         except TypeError:  # a lock, an open file, a SummaryWriter: copies share what cannot be copied
-            memo.clear()
+            memo.clear()  # of what the failed copy left
             memo.update(known)
             for value in [value for each in self.modules() for value in plain_attributes(each).values()]:
                 try:
                     copy.deepcopy(value)
                 except TypeError:
                     memo[id(value)] = value
-            twin = super().__deepcopy__(memo)
+            twin = cast("PreparedGraph", super().__deepcopy__(memo))
         type(twin).__name__ = type(self).__name__  # the name that it prints
         for name, module in self.named_modules():
             part = twin.get_submodule(name)
             keep_class(module, part)
             keep_attributes(copy.deepcopy(plain_attributes(module), memo), part)
             unsaved_buffers_of(part).update(unsaved_buffers_of(module))  # torch 2.11 forgets them
-        same: PreparedGraph = twin
-        return same
+        return twin
 
 
 def keep_all_attributes(prepared: nn.Module, model: nn.Module) -> None:
-    """Keep the attributes of the model and its blocks, and the methods of their classes: other code may want them."""
+    """Keep attributes of the model and its blocks, and methods of their classes."""
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
         twin = parts.get(name)
@@ -226,7 +221,7 @@ def keep_all_attributes(prepared: nn.Module, model: nn.Module) -> None:
                 log.warning("prepare: the graph holds what hooks of %r computed, and they do not run again", name)
 
 
-def _is_storable(value: Any) -> bool:
+def _is_storable(value: object) -> bool:
     try:  # fails for a lambda, a local class, an open file
         pickle.dumps(value)
     except Exception:  # whatever its class raises
@@ -235,12 +230,12 @@ def _is_storable(value: Any) -> bool:
 
 
 def class_of(model: PreparedGraph) -> type[PreparedGraph]:
-    """The class of a model, below the one that torch.fx created for this model alone."""
+    """Return the class of a model below the one that torch.fx created for it alone."""
     return next(base for base in type(model).__mro__ if base.__qualname__.split(".")[-1] != OF_ONE_MODEL)
 
 
-def unpickled(cls: type[PreparedGraph], name: str, held: dict[str, Any], nodes: Written) -> PreparedGraph:
-    """The model that `PreparedGraph.__reduce__` pickled."""
+def unpickled(cls: type[PreparedGraph], name: str, held: dict[str, object], nodes: Written) -> PreparedGraph:
+    """Return the model that `PreparedGraph.__reduce__` pickled."""
     model: PreparedGraph = cls.__new__(cls)
     type(model).__name__ = name  # that it prints
     vars(model).update(held)

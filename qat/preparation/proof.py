@@ -1,5 +1,4 @@
-"""What a calibrated model is held to, part by part: training on codes is the plain step (`self_check`), and a user's
-twin evaluates on integers as it trains (`check_own_twins`)."""
+"""Checks of a calibrated model: of training on codes, and of a user's twins."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,19 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating, first_calls
-from qat.inputs import copied, expect_model
+from qat.inputs import Arguments, copied, expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 
 MOST_APART = 0.02
-"""Share of the largest value by which a twin may evaluate otherwise than it trains; rounding makes far less."""
+"""Share by which a twin may evaluate otherwise than it trains, for rounding."""
 
 
-def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Compare a fused training step of every traced part with the plain step; only what agrees trains on codes.
+def self_check(model: nn.Module, *args: object, **kwargs: object) -> dict[str, Any]:
+    """Compare a fused training step of every traced part with the plain step.
 
-    `calibrate` does this, and so does the first training step after a change. A model that is loaded from a checkpoint
-    and compiled at once needs this call: compiled code cannot check itself, and trains the plain graph until then.
+    Only what agrees trains on codes. `calibrate` does this, and so does the first training step after a change. A model
+    that is loaded from a checkpoint and compiled at once needs this call: compiled code cannot check itself, and trains
+    the plain graph until then.
 
     The other arguments are those of the model's forward; a slice of the batch is used, and the model is left as it was.
     It returns a `qat.codes.verdict.Verdict` for each part, by its name ("" for the whole model), without parts to which
@@ -42,12 +42,12 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def traced_parts(model: nn.Module) -> dict[str, PreparedGraph]:
-    """The parts of a prepared model that are graphs, by name."""
+    """Return the parts of a prepared model that are graphs, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PreparedGraph)}
 
 
 def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
-    """`self_check` of the parts with the arguments that `first_calls` recorded."""
+    """Run `self_check` of the parts with the arguments that `first_calls` recorded."""
     found = {}
     for name, part in traced_parts(model).items():
         engine = part._fused_engine() if part in calls else None
@@ -57,8 +57,8 @@ def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
-    """Compare both ways for every layer of a class of the user's, on the arguments of the parts' first calls."""
+def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Arguments]) -> None:
+    """Compare both ways for every layer of a user's class, on the parts' first calls."""
     theirs = ("qat.", "torch.")  # FSDP2 gives a layer that it shards a class of torch's
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLayer)]
     own = {name: layer for name, layer in layers if not type(layer).__module__.startswith(theirs)}
@@ -69,10 +69,10 @@ def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
             graph(*args, **kwargs)
 
 
-def _compare(name: str, layer: Any, args: Any, kwargs: Any, evaluated: Any) -> None:
+def _compare(name: str, layer: QuantLayer, args: tuple[Any, ...], kwargs: dict[str, Any], evaluated: object) -> None:
     if not isinstance(evaluated, Tensor) or not evaluated.numel():
         return
-    layer.training = True
+    layer.training = True  # of the layer alone: its quantizers stay in evaluation
     try:
         trained = layer.forward(*args, **kwargs)
     finally:

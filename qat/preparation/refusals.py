@@ -1,6 +1,4 @@
-"""What `prepare` cannot take, said in a sentence: models that are quantized already, by whatever toolkit; wrappers."""
-
-from typing import Any
+"""Refusals of `prepare`: models that are quantized already, and wrappers."""
 
 import torch
 from torch import nn
@@ -12,14 +10,14 @@ from qat.recipe import QuantRecipe
 from qat.torch_internals import pytree
 
 FOREIGN = ("torch.ao.", "torchao.", "brevitas.", "pytorch_quantization.", "modelopt.")
-"""Packages whose modules quantize, or fuse layers for it. They are known by name and never imported."""
+"""Packages whose modules quantize, known by name and never imported."""
 
 IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper")
-"""What torch.ao has people write into float models: markers that compute nothing, or in float."""
+"""Markers of torch.ao in float models, which compute nothing, or in float."""
 
 
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The attribute and the model in one of torch's wrappers (DataParallel, a compiled model, ...), or None."""
+    """Return attribute and model of a wrapper of torch's (DataParallel, ...), or None."""
     if type(model).__module__.startswith("torch.") and type(model).__name__ not in IN_FLOAT_MODELS:
         for attribute in ("_orig_mod", "module"):
             inner = getattr(model, attribute, None)
@@ -28,7 +26,7 @@ def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def check_float_model(model: nn.Module, recipe: Any) -> None:
+def check_float_model(model: nn.Module, recipe: object) -> None:
     """Raise the errors of `prepare` for models and recipes that it cannot take."""
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
         raise TypeError(

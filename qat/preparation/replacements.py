@@ -1,7 +1,7 @@
-"""Changes after preparation: replaced modules (a new head, an adapter around a layer), hooks, patched methods.
+"""Changes after preparation: replaced modules, hooks, patched methods.
 
-A quantized layer's call passes it the quantizer of its input and its BatchNorm. Any other module is called as in the
-float model, and a BatchNorm that it does not take runs on its own.
+A quantized layer's call passes it the quantizer of its input and its BatchNorm. Any other module, a new head or an
+adapter, is called as in the float model, and a BatchNorm that it does not take runs on its own.
 """
 
 import logging
@@ -21,22 +21,22 @@ from qat.torch_internals import children_of, hooks_of
 QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
 
 MODULE_ARGUMENTS = (*QUANTIZER_ARGUMENTS, "norm")
-"""Keyword arguments that preparation adds to a layer's call; each is a module of the model."""
+"""Keyword arguments that preparation adds to a layer's call, modules of the model."""
 
 AS_PREPARED = "qat_as_prepared"
-"""Key of node.meta: the module arguments that the call had when the model was prepared, keyword to path."""
+"""Key of node.meta: the call's module arguments when prepared, keyword to path."""
 
 STANDALONE_NORM = "qat_standalone_norm"
 """Key of node.meta: the call of a norm that its layer took as an argument before."""
 
 SPLIT = "qat_split"
-"""Key of node.meta: the path of the activation that a node computes a part of, and which is not called any more."""
+"""Key of node.meta: the path of a split activation, which is not called any more."""
 
 METHODS = (
     "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "_check_input_dim",
     *CALL_METHODS,
 )  # fmt: skip
-"""Methods of the known classes that run when a module is called, and that a user could patch."""
+"""Methods that run when a module of a known class is called, and could be patched."""
 
 _NAMES = frozenset(METHODS)
 
@@ -44,25 +44,26 @@ log = logging.getLogger("qat")
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a method that is patched on the instance."""
+    """Return True if the module has hooks, or a method patched on the instance."""
     return any(hooks_of(module)) or not _NAMES.isdisjoint(vars(module))
 
 
 def watch(module: nn.Module) -> list[Callable[[], object]]:
-    """What `is_watched` looks at, as calls: if it changes, so does one of their results."""
+    """Return calls whose results change if the answer of `is_watched` does."""
     return [*(hooks.__len__ for hooks in hooks_of(module)), partial(_NAMES.isdisjoint, vars(module))]
 
 
 def may_write(module: nn.Module | None) -> bool:
-    """Whether a module may write into its inputs: it is watched, or not torch's, which write only with `inplace`."""
+    """Return True if a module may write into its inputs."""
     if module is None:
         return False
+    # torch's own write only with `inplace`, which the graph shows.
     known = isinstance(module, (QuantLayer, Quantizer)) or type(module).__module__.startswith("torch.nn.modules.")
     return not known or is_watched(module)
 
 
 def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
-    """Names and values of the numbers, strings and flags that somebody set on a module, and tuples of them."""
+    """Return the attributes that are numbers, strings, flags, or tuples of such."""
     plain = (int, float, str, bool, type(None))
     return [
         (key, value)
@@ -73,7 +74,7 @@ def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
 
 
 class ModuleSnapshot:
-    """The modules that a model's graph calls or passes to others, and the blocks around them, at one moment."""
+    """The modules that a model's graph calls or passes on, and the blocks around them."""
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
         steps = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
@@ -92,11 +93,11 @@ class ModuleSnapshot:
         self.values = [read() for read in self.reads]
 
     def holds(self) -> bool:
-        """Whether the modules, the blocks' scalar attributes and their hooks are still the same."""
+        """Return True if modules, blocks' scalar attributes and hooks are the same."""
         return [read() for read in self.reads] == self.values
 
     def warn_of_attributes(self) -> None:
-        """Log which scalar attributes of the model and its blocks changed: a graph does not read them."""
+        """Log changed attributes of the model and its blocks: a graph does not read them."""
         for name, attributes, key, value in self._scalars:
             if attributes.get(key) != value:
                 log.warning(
@@ -105,7 +106,7 @@ class ModuleSnapshot:
                 )  # fmt: skip
 
     def warn_of_hooks(self, known: set[str]) -> None:
-        """Log which blocks have hooks that never fire, except those that are known already."""
+        """Log which blocks have hooks that never fire, except for known ones."""
         for name in sorted(self.silent - known):
             log.warning(
                 "a hook or a patched forward of %r never runs, for a prepared model calls the layers in it and not"
@@ -114,7 +115,7 @@ class ModuleSnapshot:
 
 
 def module_names(model: fx.GraphModule) -> set[str]:
-    """The modules that a graph calls or passes to others, and the weight quantizers of its layers."""
+    """Return the modules that a graph calls or passes on, and weight quantizers."""
     names = {
         str(node.target)
         for node in model.graph.nodes
@@ -127,7 +128,7 @@ def module_names(model: fx.GraphModule) -> set[str]:
 
 
 def follow_replacements(model: fx.GraphModule) -> bool:
-    """Make every call fit the module that it calls now; return whether one changed: then the graph is recompiled."""
+    """Make every call fit its module; return True if one changed: then recompile."""
     changed = False
     for node in list(model.graph.nodes):
         path = node.meta.get(SPLIT, str(node.target))
@@ -148,7 +149,7 @@ def follow_replacements(model: fx.GraphModule) -> bool:
         if wanted.keys() == now.keys():
             continue
         changed = True
-        node.meta[AS_PREPARED] = paths
+        node.meta[AS_PREPARED] = paths  # a quantized layer may come back
         _pass_modules(node, wanted, now)
         _call_norm_alone(node, None if "norm" in wanted else paths.get("norm"))
     if changed:
@@ -188,7 +189,7 @@ def _call_norm_alone(node: fx.Node, norm: str | None) -> None:
         with node.graph.inserting_after(node):
             call = node.graph.call_module(norm)
         node.replace_all_uses_with(call)
-        call.args, call.meta[STANDALONE_NORM] = (node,), True
+        call.args, call.meta[STANDALONE_NORM] = (node,), True  # last, or it would have become its own argument
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:

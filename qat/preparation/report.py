@@ -1,28 +1,28 @@
-"""Notes that preparation leaves on a model: the layers that stay in float and why, and compromises between grids."""
+"""Notes that preparation leaves on a model."""
 
 from torch import nn
 
 LEFT_IN_FLOAT = "qat_left_in_float"
-"""Attribute of a prepared model and of each of its parts: layer name to the reason why it stays in float."""
+"""Attribute of a prepared model and its parts: layer in float to the reason why."""
 
 WHOLE_MODEL = "(the model)"
-"""What `LEFT_IN_FLOAT` calls a model that is prepared in parts; its reason begins with "prepared in parts"."""
+"""Name in `LEFT_IN_FLOAT` of a model that is "prepared in parts, since ..."."""
 
 COMPROMISES = "qat_compromises"
-"""Attribute: quantizer name to the grid that another consumer of its tensor had asked for."""
+"""Attribute: quantizer to the grid that another consumer of its tensor asked for."""
 
 LAYERS = "qat_layers"
-"""Attribute: all layers that a recipe could name, those in float included, name to float class."""
+"""Attribute: all layers that a recipe could name, name to float class."""
 
 PROFILE = "qat_target"
 """Attribute of a traced part: the `TargetProfile` that its grids are for."""
 
 VERDICTS = "qat_self_checks"
-"""Attribute of a traced part: what its self-checks found (`qat.codes`), by the model's state; the latest is last."""
+"""Attribute of a traced part: its self-checks by state, the latest last."""
 
 
 def noted(model: nn.Module, key: str) -> dict[str, str]:
-    """The notes under a key, of the model and all its parts, by full name."""
+    """Return the notes under a key, of the model and all its parts, by full name."""
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
         notes = vars(module).get(key, {})

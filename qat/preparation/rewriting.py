@@ -1,4 +1,4 @@
-"""The traced graph as a target's operators have it: activations apart, and none written into its operand."""
+"""The traced graph as a target has it: activations apart, and not in place."""
 
 import operator
 from typing import Any
@@ -10,14 +10,16 @@ from qat.graph.in_place import Memory, written_by
 from qat.graph.nodes import FACTS, scope_of, submodule_of
 from qat.preparation.operations import NONLINEAR, operation_of
 from qat.preparation.replacements import SPLIT
+from qat.quantizer import Quantizer
 from qat.recipe import ScopedRecipe
 from qat.targets import TargetProfile
 
 
 def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
-    """Take apart what the target computes in two operators, in place: x * sigmoid(x), whose sigmoid gets a grid.
+    """Take apart what the target computes in two operators: x * sigmoid(x).
 
-    A target with float arithmetic keeps the function whole for fewer than 8 bits, on which a sigmoid is coarse.
+    The sigmoid gets a grid. A target with float arithmetic keeps the function whole for fewer than 8 bits, on which a
+    sigmoid is coarse.
 
     Where the target has no float arithmetic, the operand of every activation needs a grid too: one that is written over
     it, and whose write nothing else sees, becomes one that is not.
@@ -40,14 +42,15 @@ def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> No
 
 
 def fixed_grid(node: fx.Node, graph_module: fx.GraphModule, profile: TargetProfile) -> tuple[float, int] | None:
-    """Scale and zero point that the target's kernels give the result of an operation; None if any will do."""
+    """Return scale and zero point that a target's kernels give a result, or None."""
     operation = operation_of(node, graph_module, NONLINEAR)
     return None if operation is None else profile.fixed_grids.get(operation)
 
 
 def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None) -> None:
-    """Let a quantizer keep to a grid for good, whatever the data are; None leaves it as it is."""
-    quantizer: Any = graph_module.get_submodule(name)
+    """Let a quantizer keep to a grid for good, whatever the data are."""
+    quantizer = graph_module.get_submodule(name)
+    assert isinstance(quantizer, Quantizer)
     if grid is not None:
         low, high = ((bound - grid[1]) * grid[0] for bound in quantizer.bounds())
         quantizer.set_range(torch.tensor(low), torch.tensor(high))
@@ -56,6 +59,7 @@ def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None)
 
 
 def _split(node: fx.Node, x: Any) -> None:
+    # The scope gives the quantizers of both their names.
     scope = str(node.target) if node.op == "call_module" else scope_of(node)
     with node.graph.inserting_before(node):
         sigmoid = node.graph.call_function(torch.sigmoid, (x,))

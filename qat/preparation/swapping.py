@@ -1,4 +1,4 @@
-"""Swaps float layers for their quantized twins, and passes each twin the BatchNorm that follows it.
+"""Swaps float layers for quantized twins, and passes each the BatchNorm behind it.
 
 The quantizers of layers that were quantized by hand become calls in the graph in front of these layers. Placement takes
 one for what its tensor is to be quantized with, or leaves it behind the tensor's. It keeps its name and its range.
@@ -22,7 +22,7 @@ from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRecipe) -> dict[str, str]:
-    """Replace every called layer that has a quantized twin, in place; return root's other layers, name to reason."""
+    """Replace called layers by twins, in place; return the others, name to reason."""
     called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     left: dict[str, str] = {}
     composite = ""
@@ -36,7 +36,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRec
             for path, own in layer.named_modules():
                 if isinstance(own, Quantizer) and (why := grid_refusal(recipe.profile, own.role, own.spec)):
                     raise ValueError(f"prepare: '{recipe.full_name(name)}.{path}': {why}")
-            composite = f"{name}."
+            composite = f"{name}."  # its inner layers went with it
             graph_module.set_submodule(
                 name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_type_of(layer)))
             )
@@ -46,7 +46,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRec
 
 
 def refusal(name: str, layer: nn.Module, recipe: ScopedRecipe) -> str | None:
-    """Why a layer stays in float; None if it has a twin."""
+    """Return why a layer stays in float, or None if it has a twin."""
     if isinstance(layer, QuantTwin):
         return None
     float_type = float_type_of(layer)
@@ -63,7 +63,7 @@ def refusal(name: str, layer: nn.Module, recipe: ScopedRecipe) -> str | None:
 
 
 def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
-    """Add to `left` everything else that has parameters and computes in float: functional weights, norms, slopes."""
+    """Add to `left` all else that has parameters and computes in float, such as norms."""
     constant = constant_nodes(graph_module.graph)
     quantized = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     for node in graph_module.graph.nodes:
@@ -105,7 +105,7 @@ NORMS: dict[int, tuple[str, ...]] = {
 
 
 def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
-    """Pass each quantized layer the BatchNorm that alone reads its output; return the others, name to reason."""
+    """Pass layers the BatchNorm that alone reads them; return others, name to reason."""
     left: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         norm = submodule_of(graph_module, node)
@@ -132,7 +132,7 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
 
 
 def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
-    """Whether the norm acts along the layer's output channels."""
+    """Return True if the norm acts along the layer's output channels."""
     if isinstance(layer, QuantLinear):
         # With more axes BatchNorm1d normalises axis 1, but the channels of a linear layer are on the last axis.
         return type(norm) is nn.BatchNorm1d and dimensions(producer) == 2
@@ -141,7 +141,7 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
 
 
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Module) -> None:
-    """Refuse a recipe with an override that matches none of the layers, given by name and name of float class."""
+    """Refuse a recipe with an override that matches none of the layers."""
     twins = {name: layer for name, layer in layers_of(model) if isinstance(layer, QuantTwin)}
     own = {
         name
@@ -164,7 +164,7 @@ def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Mod
 
 
 def call_own_quantizers(graph_module: fx.GraphModule) -> None:
-    """Call the quantizers that quantized layers hold in the graph: conv(x) becomes conv(conv.input_quantizer(x))."""
+    """Write conv(conv.input_quantizer(x)) for conv(x), with quantizers of one's own."""
     for node in list(graph_module.graph.nodes):
         layer = submodule_of(graph_module, node)
         if not isinstance(layer, QuantLayer):
@@ -178,7 +178,7 @@ def call_own_quantizers(graph_module: fx.GraphModule) -> None:
 
 
 def drop_repeated(graph_module: fx.GraphModule) -> None:
-    """Drop calls of quantizers on tensors that lie on the same grid already; a layer then shares the first one."""
+    """Drop calls of quantizers on their own grid; a layer then shares the first one."""
     nodes = list(graph_module.graph.nodes)
     calls = Counter(str(node.target) for node in nodes if node.op == "call_module")
     for node in nodes:
@@ -195,6 +195,7 @@ def drop_repeated(graph_module: fx.GraphModule) -> None:
 
 
 def are_equal(a: Quantizer, b: Quantizer) -> bool:
-    """Whether two quantizers have the same spec and the same range."""
+    """Return True if two quantizers have the same spec and the same range."""
+    # On device meta there are no ranges yet to differ.
     states = zip(a.state_dict().values(), b.state_dict().values(), strict=False)
     return a is b or (a.spec == b.spec and all(x.is_meta or torch.equal(x, y) for x, y in states))

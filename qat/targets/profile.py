@@ -63,9 +63,9 @@ class TargetProfile:
         activation_limits: grids of activations that it runs.
         shared_grids: operations whose inputs and output must share one grid.
         float_operations: operations that it computes in float even between quantized tensors.
-        quantizes_outputs: whether the model's outputs are integers too.
+        quantizes_outputs: True if the model's outputs are integers too.
         reasons: a field ("activation"), or a field of a limit ("activation.signed"), to the reason for its value.
-        float_biases: whether a file holds biases as the floats that they stand for, since the runtime reads no int32
+        float_biases: True if a file holds biases as the floats that they stand for, since the runtime reads no int32
             behind DequantizeLinear.
         fixed_grids: operations whose result has one grid in all kernels, to its scale and zero point; their quantizers
             keep to it, and have the bits of `activation`.
@@ -98,7 +98,7 @@ class TargetProfile:
         object.__setattr__(self, "activation", self.activation.resolved(default_spec("activation")))
 
     def refusal(self, tensor: Role, spec: QuantSpec) -> str | None:
-        """The reason why a grid does not run, and what to use instead; None if it runs."""
+        """Return why a grid does not run and what to use instead; None if it runs."""
         limits = self.weight_limits if tensor == "weight" else self.activation_limits
         spec = spec.resolved(self.weight if tensor == "weight" else self.activation)
         if spec.granularity not in limits.granularities:
@@ -116,7 +116,7 @@ class TargetProfile:
             fix = f"at most {limits.most_bits} bits"
             return self._sentence(f"{one} of {spec.bits} bits", f"{tensor}.most_bits", fix)
         if spec.qmin < limits.lowest:
-            mirrored = replace(spec, narrow_range=True).qmin >= limits.lowest
+            mirrored = replace(spec, narrow_range=True).qmin >= limits.lowest  # -127 is low enough
             fix = "narrow_range=True" if mirrored else f"max_magnitude={-limits.lowest}"
             return self._sentence(f"{one} down to {spec.qmin}", f"{tensor}.lowest", fix)
         return None

@@ -266,7 +266,7 @@ PROFILES: Mapping[str, TargetProfile] = MappingProxyType(_profiles)
 
 
 def register_target(profile: TargetProfile) -> TargetProfile:
-    """Make your own runtime available as `QuantRecipe(target=name)` and `quantization.target`.
+    """Register a runtime for `QuantRecipe(target=name)` and `quantization.target`.
 
     Args:
         profile: the profile; `dataclasses.replace` makes one from a shipped one.
@@ -288,7 +288,7 @@ def register_target(profile: TargetProfile) -> TargetProfile:
 
 
 def profile_of(target: str) -> TargetProfile:
-    """The profile of a target.
+    """Return the profile of a target.
 
     Raises:
         ValueError: for an unknown name.

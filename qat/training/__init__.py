@@ -1,4 +1,1 @@
-"""Parts of the training script: config, data, loop, run files, report.
-
-The library does not import this package.
-"""
+"""Parts of the training script; the library does not import them."""

@@ -290,7 +290,6 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Call `qat.prepare` with the config's recipe."""
     try:
         recipe = build_recipe(config.quantization)
         for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):

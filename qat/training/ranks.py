@@ -45,7 +45,6 @@ def pick_device(name: str) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on every device, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)  # users' code may draw from this and NumPy's
     np.random.seed(seed % 2**32)
@@ -85,7 +84,6 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave the group: this rank goes on alone, or ends."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()  # others may still need an answer
         dist.destroy_process_group()

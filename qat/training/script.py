@@ -68,7 +68,6 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 
 def run(config: RunConfig, dry: bool = False) -> int:
-    """Run the whole recipe, or for `dry` only show what it would be."""
     device = ranks.pick_device(config.device)
     with ranks.process_group(device):
         if rank():
@@ -108,11 +107,11 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
 
 def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
     """Prepare the model for each stage; show what is wrong before hours of training."""
-    shape, classes = data.image_shape, len(data.classes)
-    check_forward(model, config, shape, classes, data.has_masks)
+    shape = data.image_shape
+    check_forward(model, config, shape, len(data.classes), data.has_masks)
     prepared = {"qat": prepare_model(model, config, shape)}
     rehearse(prepared["qat"], config.export.onnx)
-    check_distillation(config, model, prepared["qat"], shape, classes, with_weights=anew)
+    check_distillation(config, model, prepared["qat"], data, anew)
     Aids(prepared["qat"], config.qat)  # refuses aids that find nothing to act on
     for name, stage in progressive_stages(config.qat).items():
         with problems_of(key_of(name)):

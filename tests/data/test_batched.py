@@ -14,7 +14,7 @@ from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import loaders
 from qat.training.data.images import ImageArray
 from qat.training.data.loaders import BatchedImages, TransformedImages, View, load_data, training_view
-from qat.training.data.transforms import BatchTransform, Cutout, Preprocessing, uniform
+from qat.training.data.transforms import BatchTransform, Preprocessing, cutout, uniform
 from tests.runs.tiny_training import CPU, Logged, Patch
 
 PLAIN = Preprocessing(6, 8, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -92,7 +92,7 @@ def test_erasing_takes_rectangles_as_torchvision_does() -> None:
 def test_cutout_is_a_square_around_any_pixel(in_batches: bool) -> None:
     ones = torch.ones(4000, 3, 8, 8, dtype=torch.uint8)
     torch.manual_seed(0)
-    found = transformed(ones, cutout=3) if in_batches else torch.stack([Cutout(3)(image) for image in ones.float()])
+    found = transformed(ones, cutout=3) if in_batches else torch.stack([cutout(image, 3) for image in ones.float()])
     areas = (cleared(found) * 64).round().long()
     assert torch.equal(areas.unique(), torch.tensor([4, 6, 9]))  # at a corner, at an edge, inside
     assert abs((areas == 9).float().mean() - (6 / 8) ** 2) < 0.03

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers, find_saturation, optimized_operators, verify_onnx
-from qat.export.onnx import saving
-from qat.export.onnx.formats import take_pixels
+from qat.export.onnx import formats
+from qat.export.onnx.formats import pack_weights, take_pixels
 from qat.export.onnx.graph import stored_arrays
 from qat.export.onnx.operators import OPSETS
-from qat.export.onnx.saving import pack_weights
 from qat.export.onnxruntime.session import EXACT_OPTION
 from qat.training.data.transforms import ToInput
 from tests.export.test_export_layers import quantized
@@ -96,8 +95,8 @@ def test_what_one_file_cannot_hold_goes_to_a_second(model, tmp_path, monkeypatch
     path, data = tmp_path / "x.onnx", tmp_path / "x.onnx.data"
     qat.export_onnx(model, path, INPUTS)
     expected = optimized_operators(path)
-    monkeypatch.setattr(saving, "MOST_BYTES", 100)
-    monkeypatch.setattr(saving, "LEAST_BYTES", 100)
+    monkeypatch.setattr(formats, "MOST_BYTES", 100)
+    monkeypatch.setattr(formats, "LEAST_BYTES", 100)
     for _ in range(2):  # over a model of one file, then of two
         qat.export_onnx(model, path, INPUTS)
         assert sorted(tmp_path.iterdir()) == [path, data] and data.stat().st_size >= 108

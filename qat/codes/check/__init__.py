@@ -1,1 +1,1 @@
-"""Checks on every model that its fused training step computes what the plain one does."""
+"""Checks that a model's fused training step computes what the plain one does."""

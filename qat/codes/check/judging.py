@@ -1,4 +1,4 @@
-"""Compares a fused training step of a model with the plain one, on a slice of a real batch.
+"""Compares a fused training step with the plain one, on a slice of a batch.
 
 It asks two questions. Is the fused graph wired correctly? It runs with torch's own operations in place of every kernel,
 and outputs, gradients and running statistics have to be those of the plain graph. Is every kernel correct? Each gets
@@ -9,7 +9,7 @@ not hide an error of another, and the wrong part has a name.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,11 +28,10 @@ from qat.codes.operators.add import before_sum, quantize_sum
 from qat.codes.operators.codes import Codes, PreQuantizer
 from qat.codes.operators.curves import before_curve, before_softmax, quantize_curve, quantize_softmax
 from qat.codes.operators.matmul import matmul
-from qat.codes.operators.move import drop, reshape, reshape_by, shape_of
 from qat.codes.operators.norm import before_chain, quantize_chain
 from qat.codes.operators.pool import max_pool
 from qat.codes.operators.product import multiply
-from qat.codes.operators.quantize import decode, encode
+from qat.codes.operators.quantize import decode, drop, encode, reshape, reshape_by, shape_of
 from qat.codes.operators.repair import repair
 from qat.codes.training.rewriting import fused_graph
 from qat.codes.verdict import Verdict
@@ -44,32 +43,35 @@ from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import AnyBatchNorm, pytree
 
-QUANTIZING: dict[Any, Callable[..., PreQuantizer]] = {
+_Given: TypeAlias = tuple[Any, ...]
+_Function: TypeAlias = Callable[..., Any]
+
+QUANTIZING: dict[_Function, Callable[..., PreQuantizer]] = {
     quantize_chain: before_chain,
     quantize_sum: before_sum,
     quantize_curve: before_curve,
     quantize_softmax: before_softmax,
 }
-"""Functions that end in a quantizer, which is their first module, and the computation before it."""
+"""Functions that end in a quantizer, their first module, with what runs before it."""
 
 COMPUTING = {multiply, matmul, max_pool}
-"""Functions that compute with codes, and given floats with torch's operations."""
+"""Functions that compute with codes, or with torch's operations if given floats."""
 
 MOVING = {encode, decode, drop, reshape, reshape_by, shape_of, repair}
 """Functions that change no value."""
 
 MOST_CHECKS = 4
-"""After so many rounds of leaving parts out, the whole model trains plainly."""
+"""Rounds of leaving parts out after which the whole model trains plainly."""
 
 SAMPLES = 2
-"""Size of the slice: the fewest samples for which a BatchNorm has statistics; without a BatchNorm one is enough."""
+"""Size of the slice: the fewest for a BatchNorm's statistics; else one is enough."""
 
 
-def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
-    """Find out what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
+def judge(model: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]) -> Verdict | None:
+    """Find out what of a model may train on codes: all of it, or what is left.
 
-    Both compute in float32, under autocast too. None if copies of it cannot run on a slice of the batch: for an error,
-    short memory, or in inference mode.
+    What is left lacks the kernels that are wrong. Both steps compute in float32, under autocast too. Returns None if
+    copies of the model cannot run on a slice of the batch: for an error, short memory, or in inference mode.
     """
     if torch.is_inference_mode_enabled():
         return None
@@ -79,7 +81,9 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         in_float32 = torch.autocast(next(model.parameters()).device.type, enabled=False)
         with rewinding() as rewind, unseen_by_hooks(), this_rank_alone(), in_float32:
             base = copied(model)
-            sample = _sampled(base, _bound(model, args, kwargs), rewind)
+            bound = inspect.signature(model.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            sample = _sampled(base, list(bound.arguments.values()), rewind)
             if sample is None:
                 return None
             for _ in range(MOST_CHECKS):
@@ -89,8 +93,8 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 reason = reason or found.reason
                 if not found.distrusted:
                     return Verdict(None if found.distrusted is None else distrusted, reason)
-                distrusted += found.distrusted
-                base = copied(model)
+                distrusted += found.distrusted  # the next round leaves them out
+                base = copied(model)  # the step moved its running statistics
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # it cannot be copied, or it has no gradients
@@ -98,12 +102,13 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return Verdict(None, reason)
 
 
-def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], batch_factor: int, expected: Results) -> Verdict:
-    """Compare a fused graph with the results of the plain one."""
+def _check(
+    model: fx.GraphModule, graph: fx.Graph, inputs: list[object], batch_factor: int, expected: Results
+) -> Verdict:
     checking = _Checking(model, graph, batch_factor)
     try:
         found = training_step(checking, inputs)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # no fault of the model's: there is no verdict
         raise
     except Exception as error:  # whatever it is, the plain graph runs
         return Verdict(None, f"{checking.last or 'its fused step'} raises {_described(error)}")
@@ -119,24 +124,14 @@ def _described(error: BaseException) -> str:
     return f"{type(cause).__name__}: {first_line(cause) if str(cause) else ''}"
 
 
-def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments in the order of the graph's placeholders."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return list(bound.arguments.values())
-
-
 def _sampled(
-    model: fx.GraphModule, given: list[Any], rewind: Callable[[], None]
-) -> tuple[list[Any], int, Results] | None:
-    """A slice of a batch, how many such slices the batch has, and the plain step on it; None if no step runs.
-
-    It is the whole batch if inputs differ in length, or if the model does not run on a slice.
-    """
+    model: fx.GraphModule, given: list[object], rewind: Callable[[], None]
+) -> tuple[list[object], int, Results] | None:
+    # A slice of the batch, how many such slices the batch has, and the plain step on it.
     lengths = {len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     whole = lengths.pop() if len(lengths) == 1 else 0
     few = SAMPLES if any(isinstance(module, AnyBatchNorm) for module in model.modules()) else 1
-    for count in (few, whole) if few < whole else (whole,):
+    for count in (few, whole) if few < whole else (whole,):  # the whole batch if the model does not run on a slice
         inputs = pytree.tree_map(detached, given)
         if count < whole:
             inputs = pytree.tree_map(lambda x: detached(x[:few]) if isinstance(x, Tensor) and x.dim() else x, given)
@@ -153,7 +148,7 @@ def _sampled(
 
 
 class _Checking(fx.Interpreter):
-    """Runs a fused graph with torch's operations, and next to them every function on codes."""
+    # It runs the fused graph with torch's operations, and next to them every function on codes.
 
     def __init__(self, model: nn.Module, graph: fx.Graph, batch_factor: int) -> None:
         super().__init__(model, graph=graph)
@@ -161,8 +156,8 @@ class _Checking(fx.Interpreter):
         self.wrong: list[tuple[str, str]] = []  # modules that kernels may not replace ("" if there is none), and why
         self.last = ""  # the name of what ran last
 
-    def run_node(self, n: fx.Node) -> Any:
-        """The node's value; notes what is wrong with a function on codes."""
+    def run_node(self, n: fx.Node) -> object:
+        """Return the node's value, and note what is wrong with a function on codes."""
         function: Any = n.target
         if n.op != "call_function" or function not in {*QUANTIZING, *COMPUTING, *MOVING}:
             return super().run_node(n)
@@ -182,18 +177,19 @@ class _Checking(fx.Interpreter):
             return value
         return _with_codes(value, function(args[0].codes, *args[1:], **kwargs), args[0].quantizer)
 
-    def _quantized(self, function: Any, args: Any, floats: Any, names: list[str]) -> Any:
+    def _quantized(self, function: _Function, args: _Given, floats: _Given, names: list[str]) -> object:
         quantizer = next(each for each in args if isinstance(each, Quantizer))
         path = next(name for name in names if self.fetch_attr(name) is quantizer)
         self._note(path, compare_quantizing(function, QUANTIZING[function], args, path))
         value = quantizer(QUANTIZING[function](*floats).z)
-        x, _, norm, *clip = (*args, None)[:5]
-        if isinstance(x, Tensor) and not x.requires_grad and norm is None and tuple(clip) == NO_CLIP:
-            return _with_codes(value, function(*args), quantizer)  # an input of the model: its codes carry their source
+        if function is quantize_chain:
+            x, _, norm, floor, ceiling, *_ = args
+            if isinstance(x, Tensor) and not x.requires_grad and norm is None and (floor, ceiling) == NO_CLIP:
+                return _with_codes(value, function(*args), quantizer)  # an input's codes carry their source
         return _with_codes(value, encode(value.detach(), quantizer), quantizer)
 
-    def _computed(self, function: Any, args: Any, floats: Any, names: list[str]) -> Any:
-        coded = [each for each in args if _is_pair(each)]
+    def _computed(self, function: _Function, args: _Given, floats: _Given, names: list[str]) -> object:
+        coded = [each for each in args if isinstance(each, ValueAndCodes)]
         path = names[0] if names else ""
         on_values = function is multiply and passes_values(floats[1])  # a GPU's kernels pass values on, and no codes
         if coded or on_values:
@@ -210,13 +206,12 @@ class _Checking(fx.Interpreter):
 
 
 def _with_codes(value: Tensor, codes: Codes | Tensor, quantizer: Quantizer) -> ValueAndCodes | Tensor:
-    """A tensor on a grid together with its codes; the tensor alone if kernels do not apply."""
     return ValueAndCodes(value, codes, quantizer) if isinstance(codes, Codes) else value
 
 
-def _is_pair(x: Any) -> bool:
+def _is_pair(x: object) -> bool:
     return isinstance(x, ValueAndCodes)
 
 
-def _value(x: Any) -> Any:
+def _value(x: object) -> object:
     return x.value if isinstance(x, ValueAndCodes) else x

@@ -1,4 +1,4 @@
-"""Compares one function of a fused graph with its reference: the same inputs, the same gradient of its output."""
+"""Compares one function of a fused graph with its reference, on the same inputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +18,14 @@ from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm, buffers_of
 
 NEAR = 0.02
-"""Distance in steps: a value nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
+"""Distance in steps from a tie or an end within which a value may fall either way."""
 
 TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
 """Relative tolerance, and absolute tolerance as a share of sum(abs(terms))."""
 
 
 class ValueAndCodes(NamedTuple):
-    """A quantized tensor in a self-check: the result of torch's operations, and the codes of this value."""
+    """A quantized tensor in a self-check: torch's result, and the codes of this value."""
 
     value: Tensor
     codes: Codes
@@ -36,14 +36,14 @@ class ValueAndCodes(NamedTuple):
 class PairedArguments:
     """The same arguments for a function on codes and for its reference."""
 
-    coded: list[Any]
-    plain: list[Any]
+    coded: list[object]
+    plain: list[object]
     pairs: list[tuple[Tensor, Tensor]]  # whose gradients are compared
     learned: list[Tensor]  # scales that inputs of the model were quantized with
 
     @classmethod
-    def of(cls, args: tuple[Any, ...]) -> "PairedArguments":
-        """Both kinds of arguments, detached from the graph that made them."""
+    def of(cls, args: tuple[object, ...]) -> "PairedArguments":
+        """Pair both kinds of arguments, detached from the graph that made them."""
         paired = cls([], [], [], [])
         for given in args:
             coded, plain = paired._pair(given)
@@ -51,7 +51,7 @@ class PairedArguments:
             paired.plain.append(plain)
         return paired
 
-    def _pair(self, given: Any) -> tuple[Any, Any]:
+    def _pair(self, given: object) -> tuple[object, object]:
         if isinstance(given, ValueAndCodes) and given.codes.source is not None:
             source, learned = given.codes.source
             self.learned.append(learned.scale)
@@ -71,16 +71,13 @@ class PairedArguments:
 
 
 def compare_quantizing(
-    function: Callable[..., Any], before: Callable[..., PreQuantizer], args: tuple[Any, ...], path: str
+    function: Callable[..., Codes | Tensor], before: Callable[..., PreQuantizer], args: tuple[object, ...], path: str
 ) -> str | None:
-    """What is wrong with a function that quantizes; None if nothing is.
-
-    On the CPU its result is codes, or floats where no kernel ran; on a GPU it is values.
-    """
+    """Return what is wrong with a function that quantizes, or None."""
     paired = PairedArguments.of(args)
     quantizer = next(each for each in args if isinstance(each, Quantizer))
     modules = [each for each in args if isinstance(each, nn.Module)]
-    with _kept_buffers(modules):
+    with _kept_buffers(modules):  # a BatchNorm moves its running statistics
         found = function(*paired.coded)
     if not isinstance(found, Codes) and not passes_values(found):
         return None
@@ -99,7 +96,9 @@ def compare_quantizing(
         return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
     if isinstance(found, Codes) and found.source is not None:
         return None  # its readers compute the gradient of its scale
-    either = ties | _at_edges(quantizer, unclipped, z) | _at_bounds(unclipped, bounds, scale)
+    either = ties | _at_edges(quantizer, unclipped, z)
+    for bound in bounds:
+        either |= (unclipped.detach() - bound).abs() < NEAR * scale.detach()
     carrier = found.carrier if isinstance(found, Codes) else found
     if not carrier.requires_grad:  # an input of the model, on a frozen grid
         return None
@@ -111,8 +110,8 @@ def compare_quantizing(
     return _compare_gradients((carrier, y), cotangent, paired, modules, path, float(slack))
 
 
-def compare_computing(function: Callable[..., Any], args: tuple[Any, ...], path: str) -> str | None:
-    """What is wrong with a function that computes with codes, and given floats plainly; None if nothing is."""
+def compare_computing(function: Callable[..., Any], args: tuple[object, ...], path: str) -> str | None:
+    """Return what is wrong with a function that computes with codes, or None."""
     paired = PairedArguments.of(args)
     modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
     with _kept_buffers(modules):
@@ -130,17 +129,15 @@ def compare_computing(function: Callable[..., Any], args: tuple[Any, ...], path:
     return _compare_gradients((got, y), cotangent, paired, modules, path, float(cotangent.abs().sum()))
 
 
-def _exact(given: Any) -> Any:
-    """A module for the plain form: a norm computes in float64, and an activation writes into a copy."""
-    if isinstance(given, AnyBatchNorm):
+def _exact(given: object) -> object:
+    if isinstance(given, AnyBatchNorm):  # torch's own loses digits where variances are small
         return partial(_normalised, norm=given)
     if isinstance(given, nn.Module) and not isinstance(given, Quantizer):
-        return lambda x: given(x.clone())
+        return lambda x: given(x.clone())  # an activation may write into what it is given
     return given
 
 
 def _normalised(y: Tensor, norm: AnyBatchNorm) -> Tensor:
-    """norm(y), computed in float64: torch's own loses digits where variances are small."""
     axes, shape = [0, *range(2, y.dim())], [1, -1, *[1] * (y.dim() - 2)]
     wide = y.double()
     if norm.training or norm.running_mean is None:
@@ -188,7 +185,6 @@ def _compare_gradients(
 
 @contextmanager
 def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
-    """A context that restores the buffers of modules and their values."""
     registered = [(buffers_of(part), dict(buffers_of(part))) for module in modules for part in module.modules()]
     found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
     values = [(buffer, buffer.detach().clone()) for buffer in found]
@@ -204,10 +200,8 @@ def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def _at_edges(quantizer: Quantizer, unclipped: Tensor, z: Tensor) -> Tensor:
-    """Where the last digit decides whether a value lies on the grid or beyond its end, if that changes a gradient.
-
-    It changes the gradient of the value before the clip, and that of the scale unless the end stands for 0.
-    """
+    # There the last digit decides whether a value lies on the grid or beyond its end. That changes the gradient of the
+    # value before the clip, and that of the scale unless the end stands for 0.
     scale, zero_point = quantizer.grid()
     at_edges = torch.zeros_like(z, dtype=torch.bool)
     for end in quantizer.bounds():
@@ -216,15 +210,8 @@ def _at_edges(quantizer: Quantizer, unclipped: Tensor, z: Tensor) -> Tensor:
     return at_edges
 
 
-@torch.no_grad()
-def _at_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
-    """Where a value before the clip lies next to one of its bounds."""
-    floor, ceiling = bounds
-    return ((y - floor).abs() < NEAR * scale) | ((y - ceiling).abs() < NEAR * scale)
-
-
 def _alike(got: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal up to the order of sums; NaN equals NaN."""
+    # Equal up to the order of sums; NaN equals NaN.
     both = got.isnan() & expected.isnan()
     got, expected = got.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
     if not bool(expected.isfinite().all()):

@@ -1,10 +1,10 @@
-"""Runs a training step of a graph without the optimizer, and compares the results of two such steps."""
+"""Runs a training step without the optimizer, and compares the results of two."""
 
 import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 from qat.torch_internals import buffers_of, hooks_of, pytree
 
 TOLERANCE, NEGLIGIBLE = 1e-3, 1e-5
-"""Largest difference, relative to the tensor's norm, and for a gradient to the norm of the largest gradient: that of a
-bias before a BatchNorm is nothing but rounding."""
+"""Largest differences: relative to a tensor's norm, and to that of all gradients."""
 
 GRADIENT = "the gradient of"
 
@@ -21,15 +20,15 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 Results = dict[str, Tensor]
-"""The answers of a step, the gradients of parameters and inputs that have one, and the buffers after it."""
+"""Results of a step: answers, gradients of parameters and inputs, and buffers."""
 
 
 class NoGradientsError(Exception):
-    """The model's forward runs, and its backward does not; the cause is torch's exception."""
+    """The model's forward runs, and its backward does not; torch's error is the cause."""
 
 
-def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
-    """Forward and backward of a graph, without the optimizer; the state of its module may change."""
+def training_step(interpreter: fx.Interpreter, inputs: list[object]) -> Results:
+    """Run a graph forward and backward; the state of its module may change."""
     model = interpreter.module
     wanted: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     copied = pytree.tree_map(detached, inputs)
@@ -48,29 +47,29 @@ def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
 
 
 def _gradients(answers: list[Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of the sum of all outputs, every element with a weight of its own."""
+    # Of the sum of all outputs, every element with a weight of its own, so that no error cancels another.
     parts = [torch.view_as_real(y) if y.is_complex() else y for y in answers if y.requires_grad]
     if not parts or not wanted:
         return {}
-    loss: Any = sum((noise(y) * y).sum() for y in parts)
+    loss = cast("Tensor", sum((noise(y) * y).sum() for y in parts))
     found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(wanted, found, strict=True) if gradient is not None}
 
 
-def detached(x: Any) -> Any:
-    """A copy of a tensor as a leaf of autograd."""
+def detached(x: object) -> object:
+    """Return a copy of a tensor as a leaf of autograd."""
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def noise(y: Tensor) -> Tensor:
-    """Random numbers in a tensor's shape, the same at every call."""
-    generator = torch.Generator("cpu").manual_seed(y.numel())
+    """Return random numbers in a tensor's shape, the same at every call."""
+    generator = torch.Generator("cpu").manual_seed(y.numel())  # the user's own random numbers are left alone
     return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
 
 
 def copied(model: _Module) -> _Module:
-    """A copy of a model without hooks, except for those of torch.nn.utils, which compute weights."""
-    memo: dict[int, Any] = {}
+    """Return a copy of a model without hooks, but with those that compute its weights."""
+    memo: dict[int, object] = {}
     for module in model.modules():
         for hooks in hooks_of(module):
             kept = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")}
@@ -83,16 +82,15 @@ def copied(model: _Module) -> _Module:
 
 @contextlib.contextmanager
 def unseen_by_hooks() -> Iterator[None]:
-    """A context in which gradients are taken and no hook sees the tensors that are saved for them."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
+    """Take gradients in this context without a hook seeing the saved tensors."""
+    with torch.enable_grad(), contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):  # hooks are disabled here, so there are none
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
 
 
 def difference(expected: Results, found: Results) -> str | None:
-    """How the second step differs from the first; None if only by the order of sums."""
+    """Return how the second step differs by more than the order of sums, or None."""
     for name in sorted(expected.keys() ^ found.keys()):
         return f"{name} is missing" if name in expected else f"{name} should not exist"
     norms = [_norm(tensor) for name, tensor in expected.items() if name.startswith(GRADIENT)]
@@ -105,7 +103,7 @@ def difference(expected: Results, found: Results) -> str | None:
 
 
 def gap_between(expected: Tensor, found: Tensor, least: float, share: float = TOLERANCE) -> str | None:
-    """How far two tensors are apart; None if by no more than a share of the first's norm and `least`."""
+    """Return how far two tensors are apart beyond a share of the first and `least`."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if torch.equal(expected, found):
@@ -121,6 +119,6 @@ def gap_between(expected: Tensor, found: Tensor, least: float, share: float = TO
 
 
 def _norm(x: Tensor) -> float:
-    """The norm in float64, which does not overflow."""
+    # In float64, which does not overflow.
     wide = x if x.is_floating_point() or x.is_complex() else x.double()
     return float(torch.linalg.vector_norm(wide, dtype=torch.complex128 if x.is_complex() else torch.float64))

@@ -1,31 +1,36 @@
-"""Evaluation on integers: what stands between uint8 codes, in C or Triton where they are, else in torch's operations.
+"""Arithmetic between uint8 codes in evaluation, and the grids that they lie on.
 
 Each function computes in float32, in the order of operations in which layers evaluate: the codes are the same in both.
+It runs in C or Triton where they are, else in torch's operations.
 """
 
 import math
-from typing import Any, cast
+from types import ModuleType
+from typing import TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.codes.operators.add import add_quantize
+from qat.codes.operators.grid import SHIFT
 from qat.codes.operators.quantize import _dequantize, quantize_codes
+from qat.integers.frozen import rounds_half_to_even
 from qat.kernels.cpu.addresses import elements_at, empty_at, is_dense, numbers_at
 from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import NO_CLIP, Levels, compiled, threads_for
 from qat.kernels.cpu.quantizers import dequantize as dequantize_in_c
 from qat.kernels.cpu.structures import Extent, Grid, Rescaling
 from qat.kernels.dispatch import passes_values, plain_here, triton_here
+from qat.quantizer import Quantizer
 
 NO_GRID = Grid(1.0, 0.0, 0.0, 0.0)
 
 MIDDLE = 128
-"""What a code in int8, as a GPU multiplies bytes, has less than one in uint8."""
+"""Difference between a code in uint8 and the same in int8, as a GPU multiplies it."""
 
 
 class CodeGrid:
-    """The grid of uint8 codes, value = (code - zero) * step with low <= code <= high, as operators and C take it."""
+    """A grid of uint8 codes: value = (code - zero) * step, low <= code <= high."""
 
     def __init__(self, step: float, zero: float, low: float, high: float) -> None:
         self.step, self.zero, self.low, self.high = self.numbers = step, zero, low, high
@@ -35,11 +40,37 @@ class CodeGrid:
         self.learned = [scale, scale, point], Levels(low, high, 0.0, 1.0, 0.0)
 
 
+def shift_of(quantizer: Quantizer) -> int:
+    """Return how much larger a quantizer's codes are than its integers."""
+    return SHIFT if quantizer.bounds()[0] < 0 else 0
+
+
+def code_grid_of(quantizer: Quantizer) -> CodeGrid:
+    """Return the grid of a quantizer of activations, as uint8 codes."""
+    scale, zero_point = quantizer.grid()
+    shift = shift_of(quantizer)
+    low, high = (float(bound + shift) for bound in quantizer.bounds())
+    return CodeGrid(float(scale), float(zero_point) + shift, low, high)
+
+
+def has_codes(module: nn.Module | None) -> TypeGuard[Quantizer]:
+    """Return True if a quantizer's integers fit a byte and round halves to even."""
+    if not isinstance(module, Quantizer) or not (module.has_integers and module.is_calibrated) or module.is_disabled:
+        return False
+    low, high = (bound + shift_of(module) for bound in module.bounds())
+    return module.spec.granularity == "tensor" and low >= 0 and high < 256 and rounds_half_to_even(module)
+
+
+def all_values(source: CodeGrid) -> Tensor:
+    """Return the 256 values of a grid, including those outside its bounds."""
+    return dequantize(torch.arange(256, dtype=torch.uint8), source)
+
+
 def _in_c(x: Tensor) -> bool:
     return x.is_cpu and x.numel() > 0 and not plain_here() and library() is not None
 
 
-def _in_triton(x: Tensor) -> Any:
+def _in_triton(x: Tensor) -> ModuleType | None:
     return triton_here(x, evaluates=True) if passes_values(x) and x.numel() else None
 
 
@@ -56,9 +87,9 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, grid: CodeGrid, seen: Tensor | None = None) -> tuple[Tensor, bool]:
-    """clamp(round(x / step) + zero, low, high), halves to even, and whether a value was NaN, which no code stands for.
+    """Return clamp(round(x / step) + zero, low, high), and True if a value was NaN.
 
-    The codes have the strides of x if it is dense. `seen`: becomes NaN then on a GPU, so that the host need not wait.
+    The codes have the strides of x if it is dense. On a GPU `seen` becomes NaN instead, so that the host need not wait.
     """
     if (triton := _in_triton(x)) is not None:
         return triton.quantize(_dense(x), grid, x.new_empty((), dtype=torch.float32) if seen is None else seen), False
@@ -70,14 +101,14 @@ def quantize(x: Tensor, grid: CodeGrid, seen: Tensor | None = None) -> tuple[Ten
 
 
 def centered(codes: Tensor) -> Tensor:
-    """codes - 128 in int8."""
+    """Return codes - 128 in int8."""
     if (triton := _in_triton(codes)) is not None:
         return cast("Tensor", triton.dequantize(_dense(codes), 1.0, float(MIDDLE), torch.int8))
     return (codes.int() - MIDDLE).to(torch.int8)
 
 
 def dequantize(codes: Tensor, grid: CodeGrid, step: bool = True) -> Tensor:
-    """(codes - zero) * step in float32; without `step`, the integers codes - zero."""
+    """Return (codes - zero) * step in float32, or without `step` the integers."""
     qparams = grid.qparams if step else grid.shift
     if (triton := _in_triton(codes)) is not None:
         width, zero = _reading(codes, grid)
@@ -92,7 +123,9 @@ def requantize(
     to: CodeGrid | None = None, table: Tensor | None = None, kind: torch.dtype = torch.uint8,
     shift: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The codes on the grid `to` of clamp((sums + bias) * scale, *clip), or these floats without it.
+    """Return the codes on the grid `to` of clamp((sums + bias) * scale, *clip).
+
+    Without a grid, return these floats.
 
     Args:
         sums: float32 or float64 integers, or int32.
@@ -134,7 +167,7 @@ def add(
     a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP,
     kind: torch.dtype = torch.uint8,
 ) -> Tensor:  # fmt: skip
-    """The codes on the grid `to` of clamp(a + b, *clip), where a and b are codes on `grids`; `kind`: on a GPU."""
+    """Return codes on the grid `to` of clamp(a + b, *clip); `kind` is a GPU's dtype."""
     alike = a.shape == b.shape and is_dense(a) and a.stride() == b.stride()
     if alike and (triton := _in_triton(a)) is not None:
         read = map(_reading, (a, b), grids)
@@ -150,9 +183,9 @@ def multiply(
     a: Tensor, b: Tensor, grids: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float] = NO_CLIP,
     kind: torch.dtype = torch.uint8,
 ) -> Tensor:  # fmt: skip
-    """The codes on the grid `to` of clamp(a * b, *clip), for codes on `grids`, which may broadcast."""
+    """Return codes on the grid `to` of clamp(a * b, *clip); a and b may broadcast."""
     if a.numel() < b.numel():
-        a, b, grids = b, a, grids[::-1]
+        a, b, grids = b, a, grids[::-1]  # gates, one for each channel, come second
     gated = a.dim() == 4 and b.shape == (*a.shape[:2], 1, 1)
     alike = gated or (a.shape == b.shape and is_dense(a) and a.stride() == b.stride())
     if alike and (triton := _in_triton(a)) is not None:
@@ -173,7 +206,7 @@ def multiply(
 
 
 def look_up(codes: Tensor, table: Tensor) -> Tensor:
-    """table[codes], for a table of 256 bytes."""
+    """Return table[codes], for a table of 256 bytes."""
     if (triton := _in_triton(codes)) is not None:
         return cast("Tensor", triton.look_up(_dense(codes), table))
     if _in_c(codes):
@@ -190,13 +223,13 @@ def _bytes(v: Tensor, grid: CodeGrid) -> Tensor:
 
 
 def _channels_innermost(x: Tensor, axis: int) -> Tensor | None:
-    """x with the channels of this axis next to each other in memory; None if it has to be copied for that."""
+    # With the channels of this axis next to each other in memory; None if x has to be copied for that.
     if axis % x.dim() == x.dim() - 1:
         return x if x.is_contiguous() else None
     return x if x.dim() == 4 and axis == 1 and x.is_contiguous(memory_format=torch.channels_last) else None
 
 
 def _with_channels(x: Tensor, axis: int) -> tuple[Tensor, int]:
-    """x without gaps, and how far apart two channels of this axis lie."""
+    # x without gaps, and how far apart two of its channels lie.
     rows = _channels_innermost(x, axis)
     return (x.contiguous(), math.prod(x.shape[axis % x.dim() + 1 :])) if rows is None else (rows, 1)

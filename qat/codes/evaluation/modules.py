@@ -1,4 +1,4 @@
-"""The parts of an integer program besides its products: what quantizes, dequantizes, adds, and looks up."""
+"""The modules of an integer program besides its products."""
 
 import math
 from typing import cast
@@ -15,7 +15,7 @@ from qat.kernels.dispatch import passes_values, plain_here
 
 
 class Quantize(nn.Module):
-    """clamp(round(x / step) + zero, low, high); raises NotANumberError, and TypeError for what is not floating."""
+    """Quantizes floats; raises NotANumberError, and TypeError for other tensors."""
 
     def __init__(self, to: CodeGrid, name: str = "") -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Quantize(nn.Module):
         self.seen: Tensor | None = None  # on a GPU: becomes NaN where a value is
 
     def forward(self, x: Tensor) -> Tensor:
-        """uint8 codes of floats."""
+        """Return the uint8 codes of floats."""
         codes, has_nan = arithmetic.quantize(require_floating(x, self.name), self.grid, self.seen)
         if has_nan:
             raise NotANumberError(self.name)
@@ -31,34 +31,34 @@ class Quantize(nn.Module):
 
 
 class Dequantize(nn.Module):
-    """(codes - zero) * step."""
+    """Computes (codes - zero) * step."""
 
     def __init__(self, source: CodeGrid) -> None:
         super().__init__()
         self.source = source
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Floats of uint8 codes."""
+        """Return the floats of uint8 codes."""
         return arithmetic.dequantize(codes, self.source)
 
 
 class AsGiven(nn.Module):
-    """A tensor in the memory format of the model's input."""
+    """Returns a tensor in the memory format of the model's input."""
 
     def forward(self, x: Tensor, given: object) -> Tensor:
-        """x, contiguous unless `given` is a tensor that is not."""
+        """Return x, contiguous unless `given` is a tensor that is not."""
         return x if isinstance(given, Tensor) and not given.is_contiguous() else x.contiguous()
 
 
 class Join(nn.Module):
-    """The codes of clamp(a + b, *clip), or of a * b, for two tensors of codes; `kind` is "add" or "mul"."""
+    """Adds or multiplies two tensors of codes: codes of clamp(a + b, *clip), or a * b."""
 
     def __init__(self, kind: str, sources: tuple[CodeGrid, CodeGrid], to: CodeGrid, clip: tuple[float, float]) -> None:
         super().__init__()
         self.operation, self.sources, self.grid, self.clip, self.kind = kind, sources, to, clip, torch.uint8
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Codes of codes, in the dtype that their readers want."""
+        """Return codes of codes, in the dtype that their readers want."""
         join = arithmetic.add if self.operation == "add" else arithmetic.multiply
         codes = join(a, b, self.sources, self.grid, self.clip, self.kind)
         return codes if codes.dtype is self.kind else arithmetic.centered(codes)
@@ -72,19 +72,19 @@ class Table(nn.Module):
         self.codes = nn.Buffer(codes)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """uint8 codes of uint8 codes."""
+        """Return uint8 codes of uint8 codes."""
         return arithmetic.look_up(codes, self.codes)
 
 
 class MaxPool(nn.Module):
-    """The largest code of every window; `window`: see `qat.integers.movement.Window.packed`."""
+    """Returns the largest code of every window; `window` is a `Window.packed`."""
 
     def __init__(self, window: list[int]) -> None:
         super().__init__()
         self.window = window
 
     def forward(self, codes: Tensor) -> Tensor:
-        """uint8 codes of uint8 codes, (N, C, H, W) or (C, H, W)."""
+        """Return uint8 codes of uint8 codes, (N, C, H, W) or (C, H, W)."""
         if codes.dim() == 3:
             return cast("Tensor", self(codes[None])[0])
         if math.prod(self.window[:2]) > LARGEST_WINDOW or passes_values(codes):

@@ -1,9 +1,9 @@
-"""`Product`: a convolution or linear layer on codes. Its sums are exact; bias, clip and grid follow in one pass."""
+"""`Product`: a convolution or linear layer on codes, with exact sums."""
 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,23 @@ from qat.torch_internals import product_of_bytes
 log = logging.getLogger("qat")
 
 EXACT = 2**24
-"""Up to here float32 holds every integer."""
+"""Limit up to which float32 holds every integer."""
 
 MOST_PARTS = 8
-"""Into so many parts sums are split until float32 holds each of them; beyond, float64 is no slower."""
+"""Most parts of a sum, each exact in float32; beyond that, float64 is no slower."""
 
 OWN = {
     None, QuantConvolution.operate, QuantLinear.operate, QuantFunction.operate,
     *(kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
 }  # fmt: skip
-"""The methods by which layers compute; a twin of one's own may have others."""
+"""The methods by which layers of qat compute; a twin of one's own may have others."""
 
 FEW = 2**18
-"""Products up to which float is faster: a call of oneDNN's integer kernels takes 50 microseconds, of its others 5."""
+"""Products up to which float is faster than a call of oneDNN's integer kernels."""
 
 
-def geometry_of(layer: Any) -> Geometry | None:
-    """The geometry of a layer; None if it computes anything else than a convolution or product with zero padding."""
+def geometry_of(layer: QuantLayer) -> Geometry | None:
+    """Return a layer's geometry, if it is a convolution or product with zero padding."""
     methods = {getattr(type(layer), name, None) for name in ("operate", "_conv_forward")}
     if not methods <= OWN or layer.__dict__.keys() & {"operate", "_conv_forward"}:
         return None
@@ -47,11 +47,7 @@ def geometry_of(layer: Any) -> Geometry | None:
 
 
 class Sums:
-    """How a product's integers are summed on this machine, prepared at the first call.
-
-    `proven`: whether oneDNN's sums were those of the formula, on the first codes that it got; `shapes`: of codes of
-    which a GPU's were.
-    """
+    """The lazily built kernel that sums up a product on this machine."""
 
     def __init__(self) -> None:
         self.run: Callable[[Tensor], Tensor] | None = None
@@ -59,15 +55,9 @@ class Sums:
 
 
 class Product(nn.Module):
-    """From codes to the codes of clamp((sum((x - zero) * weight) + bias) * scale, *clip), or to these floats.
+    """Maps codes to codes of clamp((sum((x - zero) * weight) + bias) * scale, *clip).
 
-    Args:
-        layer: whose operation it is.
-        geometry: of the layer.
-        integers: weight and bias.
-        source: the grid of the input.
-        clip: floor and ceiling behind the layer.
-        to: the grid of the output.
+    `source` is the grid of the input and `to` that of the output; without `to`, the product returns these floats.
     """
 
     def __init__(
@@ -82,11 +72,12 @@ class Product(nn.Module):
         self.sums = Sums()
         self.table: Tensor | None = None
         self.kind = torch.uint8
+        # Sums of (code - 128) * weight lack this of those of (code - zero) * weight.
         missing = (MIDDLE - int(source.zero)) * integers.codes.detach().flatten(1).sum(1)
         self.shift = nn.Buffer(missing.to(torch.int32))
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Codes on the grid `to`, or floats if it is None; see `requantize` for `table` and `kind`."""
+        """Return codes on the grid `to`, or floats without one; see `requantize`."""
         if codes.dim() < self.weight.dim():  # an image without a batch
             return cast("Tensor", self(codes[None])[0])
         run = self.sums.run = self.sums.run or self._fastest()
@@ -95,23 +86,22 @@ class Product(nn.Module):
         return requantize(sums, self.bias, self.scale, axis, self.clip, self.grid, self.table, self.kind, shift)
 
     def reads(self) -> torch.dtype:
-        """The dtype in which this machine multiplies the codes: uint8, float32 for code - zero, int8 for code - 128."""
+        """Return the dtype in which this machine multiplies the codes, see `requantize`."""
         if passes_values(self.weight):
             return torch.int8 if self._is_of_bytes() else torch.float32
         return torch.uint8 if self.multiplies_integers() else torch.float32
 
     def _is_of_bytes(self) -> bool:
-        """Whether a GPU's product of two matrices of bytes takes this layer."""
+        # A GPU's product of two matrices of bytes takes pointwise layers, of sizes that are multiples of 8.
         pointwise = self.weight[0].numel() == self.weight.shape[1] and self.weight.dim() in (2, 4)
         return pointwise and not any(self.geometry.padding) and not any(size % 8 for size in self.weight.shape[:2])
 
     def multiplies_integers(self) -> bool:
-        """Whether oneDNN's integer kernels take this product on this machine."""
+        """Return True if oneDNN's integer kernels take this product on this machine."""
         few_axes = len(self.geometry.stride) in (0, 2) and self.weight[0].numel() <= MOST_INPUTS
         return few_axes and self.geometry.is_exact(self.weight.shape) and not onednn.is_emulated()
 
     def _fastest(self) -> Callable[[Tensor], Tensor]:
-        """The fastest exact sums on this machine."""
         geometry, weight = self.geometry, self.weight
         if passes_values(weight):
             return self._tried(self._in_bytes() if self._is_of_bytes() else self._in_float())
@@ -137,26 +127,23 @@ class Product(nn.Module):
         return run
 
     def _tried(self, fast: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Sums on a GPU, whose libraries may round those of floats: in TF32, or in transforms of small windows."""
-
+        # A GPU's libraries may round sums of floats: in TF32, or in transforms of small windows.
         def run(codes: Tensor) -> Tensor:
             sums = fast(codes)
             if codes.shape not in self.sums.shapes:  # by which the libraries choose
-                if not self._are_exact(sums[:1], codes[:1]):
+                exact, found = self._in_float(torch.float64)(codes[:1]), sums[:1]
+                if found.dtype is torch.int32:
+                    shape = [-1, *[1] * (found.dim() - 2)] if self.geometry.stride else [-1]
+                    found = found + self.shift.view(shape)
+                if not torch.equal(found.float(), exact):
                     raise RuntimeError(f"a product of {tuple(self.weight.shape)} is not exact in float32 here")
                 self.sums.shapes.add(codes.shape)
             return sums
 
         return run
 
-    def _are_exact(self, sums: Tensor, codes: Tensor) -> bool:
-        exact = self._in_float(torch.float64)(codes)
-        if sums.dtype is torch.int32:
-            sums = sums + self.shift.view([-1, *[1] * (sums.dim() - 2)] if self.geometry.stride else [-1])
-        return torch.equal(sums.float(), exact)
-
     def _in_bytes(self) -> Callable[[Tensor], Tensor]:
-        """int32 sums of (code - 128) * weight, which `shift` completes; of few rows, those of floats."""
+        # int32 sums of (code - 128) * weight, which `shift` completes.
         geometry, in_float = self.geometry, functools.cache(self._in_float)
         columns = self.weight.flatten(1).t()
 
@@ -173,7 +160,7 @@ class Product(nn.Module):
         return run
 
     def _in_float(self, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Tensor]:
-        """Sums of floats on the grid, exact in parts; the whole is rounded to float32 once, as an int32 sum is."""
+        # Exact in parts. The whole is rounded to float32 once, as an int32 sum is.
         geometry, source = self.geometry, self.source
         reach = max(source.zero - source.low, source.high - source.zero)
         channels = -len(geometry.stride) - 1
@@ -199,5 +186,5 @@ class Product(nn.Module):
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """Without gaps, images with channels innermost, as oneDNN takes them and `requantize` wants them."""
+    # Images with channels innermost, as oneDNN takes them and `requantize` wants them.
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)

@@ -1,10 +1,11 @@
-"""`integer_program`: the graph that evaluation computes, on uint8 codes.
+"""The graph that evaluation computes on uint8 codes, and the same in fewer passes.
 
 It is derived from an `evaluation_copy`. Where a layer reads a tensor that lies on the grid of a quantizer, it reads its
 codes; where a quantizer follows a layer, a sum, or a function of one value, both become one step. Everything else
 computes in float between `Dequantize` and `Quantize`, as the model does.
 """
 
+import copy
 import operator
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from qat.codes.evaluation.arithmetic import CodeGrid
-from qat.codes.evaluation.grids import all_values, code_grid_of, has_codes
+from qat.codes.evaluation.arithmetic import MIDDLE, CodeGrid, all_values, code_grid_of, has_codes
 from qat.codes.evaluation.modules import AsGiven, Dequantize, Join, MaxPool, Quantize, Table
 from qat.codes.evaluation.products import Product, geometry_of
 from qat.graph.in_place import Memory, drop_unread
@@ -43,11 +43,11 @@ CURVES = ("sigmoid", "tanh", "hardsigmoid", "hardswish", "silu", "gelu", "elu", 
 NORMS = ("layer_norm", "group_norm", "instance_norm")
 
 QUANTIZER = "qat_integers_of"
-"""Key of node.meta in a program: the name of the quantizer's call whose codes the node computes."""
+"""Key of node.meta in a program: the quantizer call whose codes the node computes."""
 
 
 def integer_program(model: fx.GraphModule) -> fx.GraphModule | None:
-    """The program of a model that `evaluation_copy` made; None if no layer computes on codes."""
+    """Return the program of an `evaluation_copy`, or None if no layer takes codes."""
     writer = Writer(model)
     if not writer.layers or any(map(writer.memory.seen_writers, model.graph.nodes)):
         return None
@@ -72,14 +72,14 @@ class Chain(NamedTuple):
 
 
 class Writer:
-    """Copies a graph node by node; each tensor on a grid has a node of codes, of floats, or both."""
+    """Copies a graph node by node; a tensor on a grid has codes, floats or both."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         self.model, self.graph = model, fx.Graph()
-        self.named: dict[str, Any] = {}  # what the nodes of the program name
+        self.named: dict[str, object] = {}  # what the nodes of the program name
         self.names, self.values = call_names(model), constant_values(model)
         self.memory = Memory(model, model.graph)
-        quantizers: dict[fx.Node, Any] = {node: submodule_of(model, node) for node in self.names}
+        quantizers = {node: submodule_of(model, node) for node in self.names}
         self.grids = {node: code_grid_of(each) for node, each in quantizers.items() if has_codes(each)}
         self.layers = {node for node in model.graph.nodes if self._takes_codes(node)}
         self.chains = {node: self._chain(node) for node in self.grids}
@@ -88,7 +88,7 @@ class Writer:
         self.floats: dict[fx.Node, fx.Node] = {}
 
     def program(self) -> fx.GraphModule:
-        """The whole graph."""
+        """Return the whole graph."""
         for node in self.model.graph.nodes:
             if node in self.absorbed:
                 continue
@@ -106,15 +106,14 @@ class Writer:
         drop_unread(program.graph, program)
         return fx.GraphModule(program, program.graph)  # it takes what is named alone, and changes no shared module
 
-    def _grid(self, node: Any) -> fx.Node | None:
-        """The quantizer on whose grid a tensor, or what splits one, lies, if it has codes."""
+    def _grid(self, node: object) -> fx.Node | None:
+        # Of a tensor, or of what splits one: the pieces lie on its grid.
         if not isinstance(node, fx.Node) or (node.meta.get(FACTS, ()) is None and not is_split(node, self.model)):
             return None
         found = grid_of(node, self.model)
         return found if found in self.grids else None
 
     def _takes_codes(self, node: fx.Node) -> bool:
-        """Whether a layer is computed on codes."""
         layer = submodule_of(self.model, node)
         if not isinstance(layer, QuantLayer) or isinstance(layer, QuantTable) or geometry_of(layer) is None:
             return False
@@ -126,13 +125,11 @@ class Writer:
     # ---- nodes ----
 
     def _call(self, module: nn.Module, *inputs: fx.Node) -> fx.Node:
-        """A call of a new module."""
         name = f"step_{len(self.graph.nodes)}"
         self.named[name] = module
         return self.graph.call_module(name, inputs)
 
     def _float(self, node: fx.Node) -> fx.Node:
-        """The node's floats in the program."""
         if node not in self.floats:
             grid = self._grid(node)
             assert grid is not None
@@ -140,7 +137,6 @@ class Writer:
         return self.floats[node]
 
     def _coded(self, node: fx.Node) -> fx.Node:
-        """The node's codes in the program; of floats that lie on the grid, they are exact."""
         if node not in self.codes:
             grid = self._grid(node)
             assert grid is not None
@@ -148,7 +144,6 @@ class Writer:
         return self.codes[node]
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """The node as it is, on floats; the modules, parameters and buffers that it names are shared."""
         if node.op in ("call_module", "get_attr"):
             self.named[str(node.target)] = operator.attrgetter(str(node.target))(self.model)
         read = self._float
@@ -161,8 +156,8 @@ class Writer:
             copy.target = "reshape"  # the memory format may be another one
         return copy
 
-    def _as_given(self, averaged: Any, node: fx.Node) -> fx.Node:
-        """Floats for a sum over pixels: torch adds them in the order of their memory, as the model does."""
+    def _as_given(self, averaged: object, node: fx.Node) -> fx.Node:
+        # torch adds up pixels in the order of their memory, and so has the program, to agree with the model.
         if node is not averaged:  # a size, or a weight
             return self._float(node)
         given, grid = next(iter(self.graph.nodes)), self._grid(node)
@@ -174,18 +169,16 @@ class Writer:
         return self.floats[node] if node in self.floats else self.codes[node]
 
     def _product(self, node: fx.Node, clip: tuple[float, float] = NO_CLIP, to: CodeGrid | None = None) -> fx.Node:
-        """A layer on codes."""
-        layer: Any = submodule_of(self.model, node)
-        (x, *_), geometry = node.args, geometry_of(layer)
-        grid = self._grid(x)
-        assert isinstance(x, fx.Node) and grid is not None and geometry is not None
+        x, layer = node.args[0], submodule_of(self.model, node)
+        assert isinstance(x, fx.Node) and isinstance(layer, QuantLayer)
+        geometry, grid = geometry_of(layer), self._grid(x)
+        assert grid is not None and geometry is not None
         integers = integers_of(node, layer, self.values)
         return self._call(Product(layer, geometry, integers, self.grids[grid], clip, to), self._coded(x))
 
     # ---- quantizers ----
 
     def _chain(self, quantizer: fx.Node) -> "Chain":
-        """What a quantizer is computed with in one step."""
         source = quantizer.args[0]
         assert isinstance(source, fx.Node)
         before, clip = self._clip(source)
@@ -193,7 +186,7 @@ class Writer:
         if len(before.users) == 1:
             if before in self.layers:
                 return Chain("layer", before, (*clips, before), clip)
-            if self._kind(before) and self._reads_codes(before):
+            if operation_of(before, self.model, JOINING) in ("add", "mul") and self._reads_codes(before):
                 return Chain("join", before, (*clips, before), clip)
         steps: list[fx.Node] = []
         start = source
@@ -207,23 +200,18 @@ class Writer:
         return Chain("table", start, tuple(steps))
 
     def _clip(self, node: fx.Node) -> tuple[fx.Node, tuple[float, float]]:
-        """What a clip is applied to, and its bounds; the node itself and no bounds if it is no clip."""
+        # What a clip is applied to, and its bounds: they are what it makes of -inf and inf.
         if not (is_relu(node, self.model) and self._has_one_value(node)):
             return node, NO_CLIP
         low, high = self._run(node, torch.tensor(NO_CLIP)).tolist()
         return node.all_input_nodes[0], (low, high)
 
     def _has_one_value(self, node: fx.Node) -> bool:
-        """Whether a node computes a function of each value of one tensor, for one reader."""
+        # A function of each value of one tensor, for one reader.
         known = is_relu(node, self.model) or operation_of(node, self.model, NONLINEAR) in CURVES
         if not known or len(node.users) != 1 or node.all_input_nodes != [node.args[0]]:
             return False
         return self.memory.can_wait(node.all_input_nodes[0], (node,))
-
-    def _kind(self, node: fx.Node) -> str | None:
-        """The operation that a node calls, if `Join` knows it."""
-        kind = operation_of(node, self.model, JOINING)
-        return kind if kind in ("add", "mul") else None
 
     def _reads_codes(self, node: fx.Node) -> bool:
         if node.kwargs or len(node.args) != 2 or any(self._grid(each) is None for each in node.args):
@@ -237,14 +225,14 @@ class Writer:
         return all(self._grid(each) is not None and self.memory.can_wait(each, (node,)) for each in joined)
 
     def _quantized(self, node: fx.Node) -> fx.Node:
-        """A quantizer with its chain."""
         chain, to = self.chains[node], self.grids[node]
         if chain.kind == "layer":
             return self._product(chain.start, chain.clip, to)
         if chain.kind == "join":
             operands = [self._coded(each) for each in chain.start.args]  # type: ignore[arg-type]
             sources = [self.grids[self._grid(each)] for each in chain.start.args]  # type: ignore[index]
-            return self._call(Join(str(self._kind(chain.start)), (sources[0], sources[1]), to, chain.clip), *operands)
+            kind = str(operation_of(chain.start, self.model, JOINING))
+            return self._call(Join(kind, (sources[0], sources[1]), to, chain.clip), *operands)
         if chain.kind == "table":
             return self._looked_up(chain.start, chain.steps, to)
         if chain.kind == "cat":
@@ -252,7 +240,7 @@ class Writer:
         return self._call(Quantize(to, self.names[node]), self._float(chain.start))
 
     def _looked_up(self, node: fx.Node, steps: tuple[fx.Node, ...], to: CodeGrid) -> fx.Node:
-        """The codes of a function of a tensor, from those for each of the 256 codes that it reads."""
+        # The codes of a function, from those for each of the 256 codes that it reads.
         grid = self._grid(node)
         assert grid is not None
         values = all_values(self.grids[grid])
@@ -261,7 +249,6 @@ class Writer:
         return self._call(Table(Quantize(to)(values)), self._coded(node))
 
     def _run(self, node: fx.Node, value: Tensor) -> Tensor:
-        """What a node of one tensor computes of a value."""
         interpreter = fx.Interpreter(self.model)
         interpreter.env = {node.all_input_nodes[0]: value}
         result: Tensor = interpreter.run_node(node)
@@ -270,13 +257,12 @@ class Writer:
     # ---- what moves codes ----
 
     def _moves_codes(self, node: fx.Node) -> bool:
-        """Whether an operation hands values on that are there as codes, and can be applied to bytes."""
         if not node.args or self._grid(node) is None or not passes_grid(node, self.model):
             return False
         source, module = node.args[0], submodule_of(self.model, node)
         if source not in self.codes and not isinstance(source, (tuple, list)):
             return False
-        if any(self.memory.writers(node)):
+        if any(self.memory.writers(node)):  # a write would not reach the codes
             return False
         modules = (*DROPOUTS, *RESHAPING_MODULES, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle)
         moves = is_call(node, modules, MOVING_FUNCTIONS, PASSING_METHODS, self.model)
@@ -293,3 +279,70 @@ class Writer:
         if node.target == "view":
             copy.target = "reshape"
         return copy
+
+
+def merged(program: fx.GraphModule) -> fx.GraphModule:
+    """Return a program in fewer passes over memory, with the same results to the bit.
+
+    Products write what their readers want on this processor. x * table(x) of codes x becomes a table, and a table
+    behind a product becomes part of that. Where all readers of a product multiply floats, it writes code - zero in
+    float32, and code - 128 in int8 where they multiply such bytes. Weights are shared with the given program.
+    """
+    program = fx.GraphModule(program, copy.deepcopy(program.graph))
+    for node in program.graph.nodes:
+        found = _gated(program, node)
+        if found is not None:
+            node.args = found[0]
+            program.set_submodule(str(node.target), found[1])
+    drop_unread(program.graph, program)  # tables of the products that became tables themselves
+    for node in program.graph.nodes:
+        step = submodule_of(program, node)
+        if not isinstance(step, (Product, Join)) or step.grid is None:
+            continue
+        step = copy.copy(step)  # the given program keeps its own
+        program.set_submodule(str(node.target), step)
+        if isinstance(step, Join):
+            step.kind = torch.int8 if _wanted(program, node) is torch.int8 else torch.uint8
+            continue
+        written: Tensor | None = None
+        reader = next(iter(node.users))
+        table = submodule_of(program, reader)
+        if type(table) is Table and len(node.users) == 1:
+            written = table.codes.detach()
+            reader.replace_all_uses_with(node)
+            program.graph.erase_node(reader)
+        step.kind = _wanted(program, node)
+        if written is not None and step.kind is not torch.uint8:
+            source = next(each.source for each in _readers(program, node) if isinstance(each, Product))
+            origin = source.zero if step.kind is torch.float32 else MIDDLE
+            written = (written.float() - origin).to(step.kind)
+        step.table = written
+    program.delete_all_unused_submodules()
+    program.recompile()
+    return program
+
+
+def _readers(program: fx.GraphModule, node: fx.Node) -> list[nn.Module | None]:
+    return [submodule_of(program, user) for user in node.users]
+
+
+def _wanted(program: fx.GraphModule, node: fx.Node) -> torch.dtype:
+    readers = _readers(program, node)
+    kinds = {each.reads() for each in readers if isinstance(each, Product)}
+    others = [each for each in readers if not isinstance(each, Product)]
+    if len(kinds) != 1 or any(not isinstance(each, (Join, Dequantize)) for each in others):
+        return torch.uint8
+    return kinds.pop() if not others or kinds == {torch.int8} else torch.uint8
+
+
+def _gated(program: fx.GraphModule, node: fx.Node) -> tuple[tuple[fx.Node], Table] | None:
+    product: Any = submodule_of(program, node)
+    if type(product) is not Join or product.operation != "mul":
+        return None
+    ends: Any = list(zip(node.args, product.sources, strict=True))
+    for (x, plain), (y, tabled) in (ends, ends[::-1]):
+        table: Any = submodule_of(program, y)
+        if type(table) is Table and y.args == (x,):
+            values = all_values(plain) * all_values(tabled)[table.codes.cpu().long()]
+            return (x,), Table(Quantize(product.grid)(values.clamp(*product.clip)).to(table.codes.device))
+    return None

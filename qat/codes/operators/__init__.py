@@ -1,1 +1,1 @@
-"""What computes on codes: for each kind its formula, its operator in C, its derivative, and what a graph calls."""
+"""Operators on codes: formula, C, derivative, and what a graph calls, by kind."""

@@ -1,12 +1,11 @@
 """Sum of two quantized tensors, clip and quantizer in one pass."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qat.codes.operators.codes import Codes, PreQuantizer, first_derivative, outputs
+from qat.codes.operators.codes import Codes, Context, PreQuantizer, first_derivative, outputs
 from qat.codes.operators.grid import clipped_slopes, codes_of, grid_of, learned_by, learned_gradient
 from qat.codes.operators.norm import before_chain
 from qat.codes.operators.operator import operator
@@ -15,24 +14,22 @@ from qat.codes.operators.values import sum_values
 from qat.kernels import passes_values
 from qat.kernels.cpu.addresses import elements_at, numbers_at
 from qat.kernels.cpu.quantizers import Levels, compiled, empty_scale, in_layout_of, learned_grid, threads_for
-from qat.kernels.cpu.structures import Operand
+from qat.kernels.cpu.structures import GridTensors, Operand
 from qat.quantizer import Quantizer
 
 
 def _add_quantize(
-    a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float], grid: list[Any],
+    a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float], grid: GridTensors,
     levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of clamp(a + b, *clip), where a and b are codes with the same strides."""
     z = _dequantize(a, a_qparams).add_(_dequantize(b, b_qparams)).clamp_(*clip)
     return codes_of(z, grid_of(grid, levels), a)
 
 
 def _add_quantize_backward(
-    grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float], grid: list[Any],
+    grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float], grid: GridTensors,
     levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of the sum, grad inside the grid and strictly inside the clip, and factor * sum(grad * slope)."""
     z = _dequantize(a, a_qparams).add_(_dequantize(b, b_qparams))
     passes, slope = clipped_slopes(z, clip, grid_of(grid, levels))
     total = (grad * slope).sum()
@@ -48,10 +45,10 @@ def _operand(codes: Tensor, qparams: Tensor, pattern: Tensor) -> Operand:
 
 @operator(_add_quantize)
 def add_quantize(
-    a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float], grid: list[Tensor | None],
+    a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float], grid: GridTensors,
     levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of clamp(a + b, *clip), where a and b are codes with the same strides, and their qparams."""
+    """Return codes of clamp(a + b, *clip) and qparams; a and b have the same strides."""
     codes, qparams = torch.empty_like(a), torch.empty(2, dtype=torch.float32)
     compiled().add_quantize(
         _operand(a, a_qparams, a), _operand(b, b_qparams, a), elements_at("codes", codes, a, torch.uint8), a.numel(),
@@ -63,10 +60,10 @@ def add_quantize(
 @operator(_add_quantize_backward)
 def add_quantize_backward(
     grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float],
-    grid: list[Tensor | None], levels: list[float],
+    grid: GridTensors, levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of the sum, which is the gradient of both operands, and that of scale."""
-    grad = in_layout_of(grad, a)
+    """Return the gradient of the sum, which is that of both operands, and of scale."""
+    grad = in_layout_of(grad, a)  # C goes through all tensors in one order
     grad_sum, grad_scale = torch.empty_like(grad), empty_scale(grid)
     compiled().add_quantize_backward(
         elements_at("grad", grad, a), _operand(a, a_qparams, a), _operand(b, b_qparams, a),
@@ -77,14 +74,13 @@ def add_quantize_backward(
 
 
 class AddQuantizeFunction(torch.autograd.Function):
-    """Sum of two quantized tensors -> clip -> quantizer; operands and result are codes."""
+    """Sum of two quantized tensors -> clip -> quantizer, all of them codes."""
 
     @staticmethod
     def forward(
-        ctx: Any, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor,
+        ctx: Context, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor,
         scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The first three of `Codes`; a and b are codes, bounds floor and ceiling of the clip."""
         codes, qparams = add_quantize(a, b, a_qparams, b_qparams, bounds, [scale, smallest, zero_point], levels)
         # Codes are a quarter of the floats, and other readers keep those of both operands anyway.
         ctx.save_for_backward(a, b, a_qparams, b_qparams, scale, smallest, zero_point)
@@ -93,17 +89,17 @@ class AddQuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         grad_sum, grad_scale = add_quantize_backward(grad, *saved[:4], ctx.bounds, list(saved[4:]), ctx.levels)
-        return grad_sum, grad_sum, *[None] * 4, grad_scale, *[None] * 4
+        return grad_sum, grad_sum, None, None, None, None, grad_scale, None, None, None, None
 
 
 def quantize_sum(
     a: Codes | Tensor, b: Codes | Tensor, quantizer: Quantizer, floor: float = -math.inf, ceiling: float = math.inf,
     activation: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
-    """quantizer(clip(a + b)), as codes where kernels apply; the other arguments are those of `quantize_chain`."""
+    """Return quantizer(clip(a + b)), as `quantize_chain` does."""
     if (
         isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
         and not (torch.compiler.is_compiling() and a.codes is b.codes)  # torch.compile takes no tensor twice
@@ -126,7 +122,7 @@ def quantize_sum(
 
 def before_sum(
     a: Tensor, b: Tensor, quantizer: Quantizer, floor: float = -math.inf, ceiling: float = math.inf,
-    activation: Any = None,
+    activation: nn.Module | None = None,
 ) -> PreQuantizer:  # fmt: skip
-    """clip(a + b)."""
+    """Return clip(a + b)."""
     return before_chain(a + b, quantizer, None, floor, ceiling, activation)

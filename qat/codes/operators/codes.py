@@ -1,4 +1,4 @@
-"""Quantized tensors as codes, which layers pass to each other in training where kernels compute on integers.
+"""Quantized tensors as codes, which layers pass to each other in training.
 
 A quantizer's output as floats takes four times the memory of its codes, and everything that reads it can compute on the
 codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the same shape that takes no memory.
@@ -6,7 +6,7 @@ codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from torch import Tensor
 from qat.codes.operators.grid import Learned
 from qat.kernels.cpu.quantizers import NO_CLIP
 
+Context: TypeAlias = Any
+"""The ctx of a Function, which holds whatever its forward notes for its backward."""
+
 
 class UnquantizedInput(NamedTuple):
-    """The float tensor behind codes, if only the scale needs a gradient: an image's own would be the most expensive."""
+    """The float tensor behind codes, if only the scale needs a gradient."""
 
-    x: Tensor
+    x: Tensor  # an image, say, whose own gradient would be the most expensive one
     learned: Learned
 
 
@@ -36,36 +39,36 @@ class Codes(NamedTuple):
         return self.codes.shape
 
     def dim(self) -> int:
-        """How many axes the tensor has."""
+        """Return how many axes the tensor has."""
         return self.codes.dim()
 
 
 def carrier_for(codes: Tensor, x: Tensor) -> Tensor:
-    """A tensor of this shape in one element of memory, in the dtype of x: that of the gradients which it will carry."""
+    """Return a tensor of this shape in one element of memory, in the dtype of x."""
     return torch.empty((), dtype=x.dtype, device=codes.device).expand(codes.shape)
 
 
-def outputs(ctx: Any, codes: Tensor, qparams: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three of `Codes` as the outputs of a Function, which quantizes something of the dtype of x."""
+def outputs(ctx: Context, codes: Tensor, qparams: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first three of `Codes` as outputs of a Function of the dtype of x."""
     ctx.mark_non_differentiable(codes, qparams)
     ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
     return carrier_for(codes, x), codes, qparams
 
 
 def detached_view(y: Tensor) -> Tensor:
-    """The output of a Function's forward, not as a view of a tensor that forward made: views cannot be changed in
-    place by later operations."""
+    """Return a forward's output so that later operations can change it in place."""
+    # Operations in place are refused on a view of a tensor that forward made.
     return y if torch.compiler.is_compiling() else y.detach()
 
 
-Backward = Callable[..., tuple[Tensor | None, ...]]
+Backward: TypeAlias = Callable[..., tuple[Tensor | None, ...]]
 
 
 def first_derivative(backward: Backward) -> Backward:
-    """Decorator for a Function's backward that calls kernels: an error where its result could be differentiated."""
+    """Decorate a backward that calls kernels: differentiating it is a RuntimeError."""
 
     @functools.wraps(backward)
-    def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+    def wrapped(ctx: Context, grad: Tensor, *unused: object) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # which says so itself
             raise RuntimeError(
                 "a prepared model on kernels has first derivatives only; for second ones (create_graph=True) run its"
@@ -77,7 +80,7 @@ def first_derivative(backward: Backward) -> Backward:
 
 
 class PreQuantizer(NamedTuple):
-    """What torch's operations compute before a quantizer, of floats: the plain form of a function that quantizes."""
+    """The tensors before a quantizer, as torch's operations compute them of floats."""
 
     y: Tensor  # the input of the clip
     z: Tensor  # the input of the quantizer

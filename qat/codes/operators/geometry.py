@@ -1,7 +1,8 @@
-"""The geometry of a product (a convolution or a linear layer without its operands), and when integers pay for it."""
+"""The geometry of a convolution or linear layer, and when integers pay for it."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,24 +11,28 @@ from torch import Tensor
 from qat.kernels.cpu import onednn
 
 FEWEST_ROWS, FEWEST_ROWS_QUICKLY_PACKED = 512, 160
-"""With fewer rows, packing an int8 weight costs more than the integer product saves. oneDNN packs three times as fast
-if it need not sum up the weight for a zero point."""
+"""Fewest rows for which integer products save more than packing weights costs.
+
+oneDNN packs three times as fast if it need not sum up the weight for a zero point.
+"""
 
 FEWEST_INPUTS = 16
-"""The fewest inputs of one output value for which integers pay."""
+"""Fewest inputs of one output value for which integers pay."""
 
 MOST_INPUTS = 1 << 16
-"""The most products of a code and a weight (255 * 128 at most) whose sum fits int32."""
+"""Most products of a code and a weight (255 * 128 at most) whose sum fits int32."""
 
 FEWEST_INPUTS_OF_GROUPS, SMALLEST_IN_GROUPS = 32, 1 << 17
-"""For grouped convolutions: inputs of one output value, and elements of the input tensor."""
+"""For grouped convolutions: inputs of one output value, elements of the input."""
 
 SMALLEST_DEPTHWISE, SMALLEST_DEPTHWISE_QUICKLY_PACKED = 3 << 19, 1 << 20
-"""Elements of the input of a depthwise convolution. It has few products; integers save dequantizing its input."""
+"""Elements of a depthwise convolution's input for which integers pay."""
 
 ROWS_AS_MATRICES = (48, 2048)
-"""The numbers of rows between which the gradients of a 1x1 convolution are a tenth to a half faster as matrix
-products."""
+"""Rows between which a 1x1 convolution's gradients are fastest as matrix products."""
+
+
+Sizes: TypeAlias = int | Sequence[int]
 
 
 class Geometry(NamedTuple):
@@ -40,12 +45,10 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(
-        cls, axes: int, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, kernel: Any = ()
-    ) -> "Geometry | None":
-        """That of torch's arguments, each a number or one for every axis.
-
-        None if the padding is a word that means no number: "same" around an even kernel, or one that is not known.
-        """
+        cls, axes: int, stride: Sizes = 1, padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1,
+        kernel: Sequence[int] = (),
+    ) -> "Geometry | None":  # fmt: skip
+        """Return the geometry of torch's arguments, or None if the padding has no number."""
         spread = [dilation] * axes if isinstance(dilation, int) else list(dilation)
         if isinstance(padding, str):
             margins = [each * (size - 1) for each, size in zip(spread, kernel, strict=False)]
@@ -56,17 +59,17 @@ class Geometry(NamedTuple):
         return cls(steps, padded, spread, groups)
 
     def packed(self) -> list[int]:
-        """All numbers in one list, for an operator."""
+        """Return all numbers in one list, for an operator."""
         return [*self.stride, *self.padding, *self.dilation, self.groups]
 
     @classmethod
     def unpacked(cls, numbers: list[int]) -> "Geometry":
-        """The geometry of such a list."""
+        """Return the geometry of such a list."""
         axes = len(numbers) // 3
         return cls(numbers[:axes], numbers[axes : 2 * axes], numbers[2 * axes : 3 * axes], numbers[-1])
 
     def rows(self, x: torch.Size, weight: torch.Size) -> int:
-        """How many rows the product has as a product of matrices."""
+        """Return how many rows the product has as a product of matrices."""
         if not self.stride:
             return math.prod(x[:-1])
         rows = x[0]
@@ -77,9 +80,9 @@ class Geometry(NamedTuple):
         return rows
 
     def integers_refusal(self, x: torch.Size | None, weight: torch.Size, zero: float, copies: int = 1) -> str | None:
-        """Why integers do not pay for a batch of `copies` times x, None if they do; without x: why they never do.
+        """Return why integers do not pay for a batch of `copies` times x, or None.
 
-        A rule, so that a resumed run computes alike.
+        Without x: why they never do. This is a rule, so that a resumed run computes alike.
         """
         kind, inputs = self.kind(weight), math.prod(weight[1:])
         if kind is None:
@@ -108,7 +111,7 @@ class Geometry(NamedTuple):
         return None if rows >= least else f"float is faster for fewer than {least} rows, here {rows}"
 
     def kind(self, weight: torch.Size) -> str | None:
-        """One of `onednn.KINDS`; None for depthwise with several outputs per input, which no self-test covers."""
+        """Return one of `onednn.KINDS`, or None for what no self-test covers."""
         if self.groups == 1:
             return "dense"
         if weight[1] > 1:
@@ -116,12 +119,12 @@ class Geometry(NamedTuple):
         return "depthwise" if weight[0] == self.groups else None
 
     def is_exact(self, weight: torch.Size) -> bool:
-        """Whether this machine computes integer products of this kind exactly."""
+        """Return True if this machine computes integer products of this kind exactly."""
         kind = self.kind(weight)
         return kind is not None and onednn.are_exact(kind)
 
     def misses(self, x: torch.Size, weight: torch.Size) -> bool:
-        """Whether a window reads nothing but padding."""
+        """Return True if a window reads nothing but padding."""
         axes = zip(x[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True) if self.stride else ()
         for size, kernel, step, pad, spread in axes:
             reach = spread * (kernel - 1) + 1
@@ -133,7 +136,7 @@ class Geometry(NamedTuple):
         return False
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product in float."""
+        """Return the product in float."""
         if not self.stride:
             return F.linear(x, weight, bias)
         return torch.convolution(
@@ -143,7 +146,7 @@ class Geometry(NamedTuple):
     def multiply_integers(
         self, codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """The product of codes and an int8 weight, with int32 sums."""
+        """Return the product of codes and an int8 weight, with int32 sums."""
         if not self.stride:
             return onednn.linear(codes, step, zero, weight, steps, bias)
         return onednn.convolution(codes, step, zero, weight, steps, bias, *self)
@@ -151,23 +154,23 @@ class Geometry(NamedTuple):
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, weight and bias, None where not needed."""
+        """Return the gradients of x, weight and bias, None where not needed."""
         if not self.stride:
             return _gradients_of_rows(grad, x, weight, needs)
-        if self._is_product_of_rows(grad, x, weight):
+        if self._is_product_of_rows(grad, x, weight):  # with channels innermost, these are views
             rows, inputs = grad.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)
             of_x, of_weight, of_bias = _gradients_of_rows(rows, inputs, weight.flatten(1), needs)
             of_x = None if of_x is None else of_x.permute(0, 3, 1, 2)
             of_weight = None if of_weight is None else of_weight.as_strided(weight.shape, weight.stride())
             return of_x, of_weight, of_bias
-        found: Any = torch.ops.aten.convolution_backward(
+        of_x, of_weight, of_bias = torch.ops.aten.convolution_backward(
             grad, x, weight, [weight.shape[0]], self.stride, self.padding, self.dilation, False,
             [0] * len(self.stride), self.groups, needs,
         )  # fmt: skip
-        return found[0], found[1], found[2]
+        return of_x, of_weight, of_bias
 
     def _is_product_of_rows(self, grad: Tensor, x: Tensor, weight: Tensor) -> bool:
-        """Whether this is a 1x1 convolution of few pixels, with channels innermost."""
+        # A 1x1 convolution of few pixels, with channels innermost.
         fewest, most = ROWS_AS_MATRICES
         return (
             self.stride == [1, 1] and self.padding == [0, 0] and self.groups == 1 and weight.shape[2:] == (1, 1)
@@ -176,11 +179,11 @@ class Geometry(NamedTuple):
         )  # fmt: skip
 
     def layout(self, x: Tensor, weight: Tensor) -> torch.memory_format:
-        """The memory format of the product: every view that works on torch's own result works on this one.
+        """Return the memory format of the product.
 
-        For images it follows torch's rule: channels are innermost if those of an operand are. The weight is the one
-        behind its quantizer, which leaves no choice of strides. For volumes, where torch has several rules, the format
-        is contiguous.
+        Every view that works on torch's own result works on this one. For images it follows torch's rule: channels are
+        innermost if those of an operand are. The weight is the one behind its quantizer, which leaves no choice of
+        strides. For volumes, where torch has several rules, the format is contiguous.
         """
         if len(self.stride) != 2 or x.dim() != 4:
             return torch.contiguous_format
@@ -192,7 +195,7 @@ LINEAR = Geometry([], [], [], 1)
 
 
 def _has_channels_innermost(x: Tensor) -> bool:
-    """Decides as torch does (`suggest_memory_format`): by all strides, also those of axes of length 1."""
+    # As torch decides (`suggest_memory_format`): by all strides, also those of axes of length 1.
     if not x.stride(1) or not x.numel():
         return False
     least = 0
@@ -204,7 +207,7 @@ def _has_channels_innermost(x: Tensor) -> bool:
 
 
 def to_layout(y: Tensor, layout: torch.memory_format) -> Tensor:
-    """y in a memory format, with the strides that torch would choose for axes of length 1.
+    """Return y in a memory format, with torch's strides for axes of length 1.
 
     oneDNN returns other strides there, and by those torch's kernels mistake the channels of a single image for
     contiguous.
@@ -221,7 +224,6 @@ def to_layout(y: Tensor, layout: torch.memory_format) -> Tensor:
 def _gradients_of_rows(
     grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of a linear layer's x, weight and bias."""
     rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     return (
         onednn.product(rows, weight.T).view(x.shape) if needs[0] else None,

@@ -1,6 +1,6 @@
-"""A quantizer's grid as kernels take it, and the same in torch operations, as in `grids.h`.
+"""A quantizer's grid as kernels take it, and the same in torch operations.
 
-code = clamp(round(x / step) + zero, low, high), with zero, low and high shifted so that codes fit uint8
+code = clamp(round(x / step) + zero, low, high), with zero, low and high shifted so that codes fit uint8, as in grids.h.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qat.functional.tensors import LARGEST_SCALE
-from qat.kernels.cpu.quantizers import Levels, is_float32_on
+from qat.kernels.cpu.quantizers import Levels, is_float32_on, scales_of
+from qat.kernels.cpu.structures import GridTensors
 from qat.quantizer import Quantizer
 from qat.quantizer.registry import estimator_of
 
@@ -20,7 +21,7 @@ SHIFT = 128
 
 
 def codes_refusal(quantizer: Quantizer) -> str | None:
-    """Why a quantizer's output cannot be held as codes; None if it can: the rule `lsq`, one scale, at most 8 bits."""
+    """Return why a quantizer's output cannot be held as codes, or None."""
     spec = quantizer.spec
     if spec.granularity != "tensor":
         return f"it has a scale per {spec.granularity}, and codes have one"
@@ -28,7 +29,7 @@ def codes_refusal(quantizer: Quantizer) -> str | None:
 
 
 def rule_refusal(quantizer: Quantizer) -> str | None:
-    """Why kernels do not compute a quantizer's rule; None if they do."""
+    """Return why kernels do not compute a quantizer's rule, or None if they do."""
     spec = quantizer.spec
     if estimator_of(quantizer) != "lsq":
         return f"kernels compute the rule 'lsq', and {type(quantizer).__name__} computes something else"
@@ -38,7 +39,7 @@ def rule_refusal(quantizer: Quantizer) -> str | None:
 
 
 def mode_refusal(quantizer: Quantizer) -> str | None:
-    """Why a quantizer does not quantize as in training; None if it does."""
+    """Return why a quantizer does not quantize as in training, or None if it does."""
     if not quantizer.training:
         return "it is in evaluation"
     if quantizer.observer is not None:
@@ -58,15 +59,15 @@ class Learned(NamedTuple):
 
 
 NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on its device"
-"""Why `learned_by` finds nothing."""
+"""The reason if `learned_by` finds nothing."""
 
 
 def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learned | None:
-    """What kernels need to put x on a quantizer's grid; None if they do not take its tensors.
+    """Return what kernels need to put x on a quantizer's grid, or None.
 
-    Each attribute is read once, since a model of 50 layers asks 100 times a step. scales: how many the kernel takes;
-    None: as many as there are.
+    `scales` is how many the kernel takes; None for as many as there are.
     """
+    # Each attribute is read once, since a model of 50 layers asks 100 times a step.
     scale, smallest, zero_point = quantizer.scale, quantizer.smallest_scale, quantizer.zero_point
     count = scale.numel() if scales is None else scales
     for tensor in (scale, smallest) if zero_point is None else (scale, smallest, zero_point):
@@ -75,12 +76,12 @@ def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learn
     return Learned(scale, smallest, zero_point, levels_of(quantizer, x))
 
 
+# The latest levels of each quantizer, and what they follow from.
 _LATEST: WeakKeyDictionary[Quantizer, tuple[object, Levels]] = WeakKeyDictionary()
-"""The latest levels of each quantizer, and what they follow from."""
 
 
 def levels_of(quantizer: Quantizer, x: Tensor) -> Levels:
-    """Bounds, shift, and the factor on the scale's gradient; worked out again only for another shape of x."""
+    """Return the levels of a quantizer; another shape of x changes them."""
     basis = (quantizer.spec, quantizer.role, x.shape)
     latest = None if torch.compiler.is_compiling() else _LATEST.get(quantizer)
     if latest is not None and latest[0] == basis:
@@ -94,22 +95,22 @@ def levels_of(quantizer: Quantizer, x: Tensor) -> Levels:
 
 
 class TensorGrid(NamedTuple):
-    """An integer grid: step, without axes; zero as well, or a plain number; lowest and highest code."""
+    """An integer grid as tensors."""
 
-    step: Tensor
-    zero: Tensor | float
-    low: float
+    step: Tensor  # without axes
+    zero: Tensor | float  # without axes too
+    low: float  # the lowest code
     high: float
 
 
 def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
-    """min(max(scale, smallest), 1e18); NaN acts as smallest, as `positive_scale` reads it."""
+    """Return min(max(scale, smallest), 1e18); NaN acts as smallest."""
     return torch.where(scale >= smallest, scale, smallest).clamp(max=LARGEST_SCALE)
 
 
-def grid_of(grid: list[Any], levels: Sequence[float]) -> TensorGrid:
-    """The grid of a quantizer, from its tensors (one number each) and `Levels`."""
-    (scale, smallest, zero_point), (low, high, shift, *_) = grid, levels
+def grid_of(grid: GridTensors, levels: Sequence[float]) -> TensorGrid:
+    """Return the grid of a quantizer, from its tensors (one number each) and `Levels`."""
+    (scale, smallest), zero_point, (low, high, shift, *_) = scales_of(grid), grid[2], levels
     step = step_in_force(scale.reshape(()), smallest.reshape(()))
     if zero_point is None:
         return TensorGrid(step, float(shift), low + shift, high + shift)
@@ -118,44 +119,39 @@ def grid_of(grid: list[Any], levels: Sequence[float]) -> TensorGrid:
 
 
 def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of values, in the strides of `pattern`, and their `qparams`: step and zero.
+    """Return codes of values, in the strides of `pattern`, and their step and zero.
 
-    The step is NaN if one of the values is NaN; the code of that value is arbitrary. Codes are small, so their sum is
-    NaN in this case only, and no value has to be read.
+    The step is NaN if one of the values is NaN; the code of that value is arbitrary.
     """
     codes = (values / grid.step).round_().add_(grid.zero).clamp_(grid.low, grid.high)
-    total = codes.sum()
+    total = codes.sum()  # codes are small: it is NaN if a value is, and in no other case
     step = torch.where(total.isnan(), total, grid.step)
     zero = grid.zero if isinstance(grid.zero, Tensor) else torch.full_like(step, grid.zero)
     return torch.empty_like(pattern, dtype=torch.uint8).copy_(codes), torch.stack([step, zero])
 
 
 def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
-    """Whether the gradient passes at v = x / step, low <= v <= high, and the slope: round(v) - v, or the bound."""
+    """Return where the gradient passes at v = x / step, and the slope."""
     bounded = torch.clamp(v, low, high)
     inside = bounded == v
     return inside, torch.where(inside, torch.round(v) - v, bounded)
 
 
 def slopes_on(values: Tensor, grid: TensorGrid) -> tuple[Tensor, Tensor]:
-    """`slopes` of values on a grid."""
+    """Return the `slopes` of values on a grid."""
     return slopes(values / grid.step, grid.low - grid.zero, grid.high - grid.zero)
 
 
 def clipped_slopes(values: Tensor, clip: list[float], grid: TensorGrid) -> tuple[Tensor, Tensor]:
-    """`slopes_on` behind a clip, which passes a gradient only strictly between floor and ceiling."""
+    """Return `slopes_on` behind a clip, whose gradient passes strictly inside."""
     floor, ceiling = clip
     inside, slope = slopes_on(values.clamp(floor, ceiling), grid)
     return inside & (values > floor) & (values < ceiling), slope
 
 
-def learned_gradient(total: Tensor, grid: list[Any], levels: Sequence[float]) -> Tensor:
-    """The gradient of scales, in their shape: total * factor, times step^2 if `relative`.
-
-    `total` are the gradients of the steps. A scale below its lower bound gets no gradient that would lower
-    it further.
-    """
-    (scale, smallest, *_), (*_, factor, relative) = grid, levels
+def learned_gradient(total: Tensor, grid: GridTensors, levels: Sequence[float]) -> Tensor:
+    """Return the gradient of scales: total * factor, times step^2 if `relative`."""
+    (scale, smallest), (*_, factor, relative) = scales_of(grid), levels
     gradient = total.reshape(scale.shape) * factor
     least = smallest.reshape(scale.shape)
     if relative:

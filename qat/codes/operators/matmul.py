@@ -1,18 +1,15 @@
 """Products of two tensors of codes, as in attention."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from qat.codes.operators.codes import Codes, detached_view, first_derivative
+from qat.codes.operators.codes import Codes, Context, detached_view, first_derivative
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import _dequantize, decode, with_scale_gradient
 from qat.kernels.cpu.quantizers import dequantize, in_layout_of
 
 
 def _codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
-    """((a - a_zero) * a_step) @ ((b - b_zero) * b_step)."""
     return torch.matmul(_dequantize(a, a_qparams), _dequantize(b, b_qparams))
 
 
@@ -26,7 +23,7 @@ def _codes_matmul_backward(
 
 @operator(_codes_matmul)
 def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
-    """a @ b of codes (..., L, E) and (..., E, S), both made `dense_matrices`, in float32."""
+    """Return a @ b of codes (..., L, E) and (..., E, S), both `dense_matrices`."""
     y = torch.bmm(_matrices(a, a_qparams), _matrices(b, b_qparams))
     return y.view(*a.shape[:-1], b.shape[-1])
 
@@ -35,7 +32,7 @@ def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> 
 def codes_matmul_backward(
     grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of both operands, in their strides."""
+    """Return the gradients of both operands, in their strides."""
     rows = grad.reshape(-1, *grad.shape[-2:])
     grad_a = torch.bmm(rows, _matrices(b, b_qparams).mT)
     x = _matrices(a, a_qparams)
@@ -44,38 +41,36 @@ def codes_matmul_backward(
 
 
 def dense_matrices(codes: Tensor) -> Tensor:
-    """The same codes as dense matrices one after the other; each stays in row or column order."""
+    """Return codes as dense matrices one after the other, in row or column order."""
     if codes.stride(-2) == 1 < codes.stride(-1):
         return codes.mT.contiguous().mT
     return codes.contiguous()
 
 
 def _matrices(codes: Tensor, qparams: Tensor) -> Tensor:
-    """The values of codes as matrices: three axes, in float32."""
     turned = not codes.is_contiguous()
     x = dequantize(codes.mT if turned else codes, qparams).flatten(0, -3)
     return x.mT if turned else x
 
 
 class MatmulFunction(torch.autograd.Function):
-    """y = ((a - a_zero) * a_step) @ ((b - b_zero) * b_step), both codes, which the backward decodes again."""
+    """y = ((a - a_zero) * a_step) @ ((b - b_zero) * b_step), decoded again backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
+        ctx: Context, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
     ) -> Tensor:
-        """a and b: codes, made `dense_matrices`."""
         ctx.save_for_backward(a, b, a_qparams, b_qparams)
         return detached_view(codes_matmul(a, b, a_qparams, b_qparams))
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *codes_matmul_backward(grad, *ctx.saved_tensors), None, None, None, None
 
 
 def matmul(a: Codes | Tensor, b: Codes | Tensor) -> Tensor:
-    """a @ b, on codes if both operands are codes and have the same axes before the last two."""
+    """Return a @ b, on codes if both are codes with the same axes before the last two."""
     if not (
         isinstance(a, Codes) and isinstance(b, Codes) and a.dim() == b.dim() >= 3
         and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2] and a.codes.numel() and b.codes.numel()
@@ -85,5 +80,5 @@ def matmul(a: Codes | Tensor, b: Codes | Tensor) -> Tensor:
     a, b = with_scale_gradient(a), with_scale_gradient(b)
     y: Tensor = MatmulFunction.apply(
         a.carrier, b.carrier, dense_matrices(a.codes), dense_matrices(b.codes), a.qparams, b.qparams
-    )  # fmt: skip
+    )
     return y

@@ -7,7 +7,6 @@ quantized floats are never written, nor kept for backward. Channels are axis 1, 
 than four.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.codes.operators.codes import Codes, PreQuantizer, first_derivative, outputs
+from qat.codes.operators.codes import Codes, Context, PreQuantizer, first_derivative, outputs
 from qat.codes.operators.grid import clipped_slopes, codes_of, grid_of, learned_by, learned_gradient
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import decode, holds_nan, quantize
@@ -34,13 +33,12 @@ from qat.kernels.cpu.quantizers import (
     learned_grid,
     threads_for,
 )
-from qat.kernels.cpu.structures import Extent, Norm
+from qat.kernels.cpu.structures import Extent, GridTensors, Norm
 from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm
 
 
 def _batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of every channel, 1 / sqrt(variance + eps), and the unbiased variance (0 for a single value)."""
     axes = _others(y)
     variance, mean = torch.var_mean(y, axes, correction=0)
     count = y.numel() // mean.numel()
@@ -48,19 +46,16 @@ def _batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _norm_quantize(
-    y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Any], levels: list[float]
+    y: Tensor, norm: list[Tensor], clip: list[float], grid: GridTensors, levels: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip); norm holds gamma, beta, mean and inverse.
-
-    C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
-    """
+    # C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
     alpha, offset = _linear_form(y, *norm)
     z = torch.addcmul(offset, y, alpha).clamp_(*clip)
     return codes_of(z, grid_of(grid, levels), y)
 
 
 def _norm_quantize_backward(
-    grad: Tensor, y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Any], levels: list[float],
+    grad: Tensor, y: Tensor, norm: list[Tensor], clip: list[float], grid: GridTensors, levels: list[float],
     follows_batch: bool, needs_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, gamma, beta and scale.
@@ -89,23 +84,20 @@ def _norm_quantize_backward(
 
 
 def _others(y: Tensor) -> list[int]:
-    """All axes but that of the channels."""
     return [0, *range(2, y.dim())] if y.dim() > 3 else list(range(y.dim() - 1))
 
 
 def _along(values: Tensor, y: Tensor) -> Tensor:
-    """One value per channel, shaped to broadcast with y."""
     return values.reshape(-1, *[1] * (y.dim() - 2)) if y.dim() > 3 else values
 
 
 def _linear_form(y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and offset, shaped to broadcast with y."""
     alpha = inverse * gamma
     return _along(alpha, y), _along(beta - mean * alpha, y)
 
 
 def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
-    """The fields of `Extent`: where the channels lie in memory; None if they are neither outermost nor innermost."""
+    """Return the fields of `Extent` if channels are outermost or innermost, else None."""
     if y.dim() < 4:
         return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
     channels = y.shape[1]
@@ -116,7 +108,6 @@ def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
 
 
 def _extent_of(y: Tensor) -> Extent:
-    """The extent of a tensor that has one."""
     sizes = sizes_of(y)
     assert sizes is not None
     return Extent(*sizes)
@@ -128,9 +119,9 @@ def _addresses(norm: list[Tensor], extent: Extent) -> Norm:
 
 
 def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: float) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / sqrt(variance + eps) of every channel, summed in float64.
+    """Return mean and 1 / sqrt(variance + eps) of every channel, summed in float64.
 
-    The running mean and variance are moved in place towards the batch's mean and unbiased variance by `share`.
+    The running mean and variance move in place towards the batch's mean and unbiased variance by `share`.
     """
     mean, inverse, _ = _channel_statistics(y, eps, running, share)
     return mean, inverse
@@ -152,15 +143,15 @@ def _channel_statistics(
 
 @operator(_batch_statistics)
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of every channel, 1 / sqrt(variance + eps), and the unbiased variance."""
+    """Return every channel's mean, 1 / sqrt(variance + eps), and unbiased variance."""
     return _channel_statistics(y, eps, (), 0.0)
 
 
 @operator(_norm_quantize)
 def norm_quantize(
-    y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Tensor | None], levels: list[float]
+    y: Tensor, norm: list[Tensor], clip: list[float], grid: GridTensors, levels: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip), and qparams; norm: gamma, beta, mean, inverse."""
+    """Return codes of clamp((y - mean) * inverse * gamma + beta, *clip), and qparams."""
     codes, qparams, extent = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2), _extent_of(y)
     compiled().norm_quantize(
         elements_at("y", y, y), elements_at("codes", codes, y, torch.uint8), extent, _addresses(norm, extent),
@@ -171,10 +162,10 @@ def norm_quantize(
 
 @operator(_norm_quantize_backward)
 def norm_quantize_backward(
-    grad: Tensor, y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Tensor | None], levels: list[float],
+    grad: Tensor, y: Tensor, norm: list[Tensor], clip: list[float], grid: GridTensors, levels: list[float],
     follows_batch: bool, needs_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of y, gamma, beta and scale; follows_batch: mean and inverse are statistics of y."""
+    """Return the gradients of y, gamma, beta and scale."""
     grad, grad_y = in_layout_of(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
     grad_gamma, grad_beta = torch.empty_like(norm[0]), torch.empty_like(norm[0])
     grad_scale, extent = empty_scale(grid), _extent_of(y)
@@ -188,21 +179,13 @@ def norm_quantize_backward(
 
 
 class QuantizeChainFunction(torch.autograd.Function):
-    """BatchNorm -> clip -> quantizer.
-
-    Forward, with alpha = gamma / sqrt(var + eps) and beta' = beta - mean * alpha:
-        codes = clamp(round(clip(y * alpha + beta') / step) + zero, low, high)
-    Backward: the chain rule through the three; `masked` is the gradient that passes quantizer and clip. With the
-        statistics of the batch
-        dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) / (var + eps))
-    """
+    """codes = clamp(round(clip(norm(y)) / step) + zero, low, high)."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, scale: Tensor,
+        ctx: Context, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, scale: Tensor,
         smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float], follows_batch: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The first three of `Codes`; inverse is 1 / sqrt(var + eps), bounds floor and ceiling of the clip."""
         norm, grid = [gamma, beta, mean, inverse], [scale, smallest, zero_point]
         codes, qparams = norm_quantize(y, norm, bounds, grid, levels)
         ctx.save_for_backward(y, gamma, beta, mean, inverse, scale, smallest, zero_point)  # of which y alone is large
@@ -211,21 +194,21 @@ class QuantizeChainFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_y, grad_gamma, grad_beta, grad_scale = norm_quantize_backward(
             grad, y, saved[:4], ctx.bounds, saved[4:], ctx.levels, ctx.follows_batch, needs[0]
         )
         norm = (grad_gamma if needs[1] else None, grad_beta if needs[2] else None)
-        return grad_y if needs[0] else None, *norm, None, None, grad_scale, *[None] * 5
+        return grad_y if needs[0] else None, *norm, None, None, grad_scale, None, None, None, None, None
 
 
 def quantize_chain(
     y: Codes | Tensor, quantizer: Quantizer, norm: nn.Module | None = None, floor: float = -math.inf,
     ceiling: float = math.inf, activation: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
-    """quantizer(clip(norm(y))), as codes where kernels apply; activation: the layer that clips, None for a function."""
+    """Return quantizer(clip(norm(y))), as codes where kernels apply."""
     y = decode(y)
     if passes_values(y):
         bounds = (floor, ceiling)
@@ -253,10 +236,10 @@ def quantize_chain(
 
 
 def before_chain(
-    y: Tensor, quantizer: Quantizer, norm: Any = None, floor: float = -math.inf, ceiling: float = math.inf,
-    activation: Any = None,
+    y: Tensor, quantizer: Quantizer, norm: nn.Module | None = None, floor: float = -math.inf,
+    ceiling: float = math.inf, activation: nn.Module | None = None,
 ) -> PreQuantizer:  # fmt: skip
-    """clip(norm(y))."""
+    """Return clip(norm(y))."""
     x, bounds = y if norm is None else norm(y), (floor, ceiling)
     if activation is not None:
         z = activation(x)
@@ -268,7 +251,6 @@ def before_chain(
 
 
 def _is_simple(norm: nn.Module, y: Tensor, channels: int) -> bool:
-    """Whether a norm is torch's own BatchNorm of these channels in float32, which kernels compute."""
     if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
         return False
     assert isinstance(norm, AnyBatchNorm)
@@ -281,17 +263,14 @@ def _is_simple(norm: nn.Module, y: Tensor, channels: int) -> bool:
 
 
 def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """The tensors of a norm that changes nothing; four different ones, since torch.compile takes none twice."""
-    ones, zeros = (
-        functools.partial(make, channels, dtype=torch.float32, device=y.device) for make in (torch.ones, torch.zeros)
-    )
-    return ones(), zeros(), zeros(), ones(), False
+    # Of a norm that changes nothing. Four different tensors, since torch.compile takes none twice.
+    return y.new_ones(channels), y.new_zeros(channels), y.new_zeros(channels), y.new_ones(channels), False
 
 
 def _norm_statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """gamma, beta, mean, 1 / sqrt(var + eps), and whether the last two are the batch's; updates running statistics."""
+    # gamma, beta, mean, 1 / sqrt(var + eps), and True if the last two are the batch's; updates running statistics.
     follows = norm.training or norm.running_mean is None
-    if follows and y.numel() == y.shape[1]:  # as torch
+    if follows and y.numel() == y.shape[1]:  # in torch's own words
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
     if not follows:
         mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)

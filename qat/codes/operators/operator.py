@@ -20,7 +20,7 @@ import torch
 
 
 def operator(formula: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator that makes a function of tensors and numbers the operator torch.ops.qat.<name>.
+    """Make a function of tensors and numbers the operator torch.ops.qat.<name>.
 
     An eager call runs the function directly; torch.compile makes the call one opaque node. The operator has no
     derivative: a Function's forward and backward call it. (`torch.library.custom_op` allows for a derivative, and takes

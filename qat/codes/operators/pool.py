@@ -1,7 +1,7 @@
-"""Max pooling of codes, (N, C, H, W), contiguous or channels_last; a byte an element is kept for the backward.
+"""Max pooling of codes, (N, C, H, W), contiguous or channels_last.
 
-The formulas loop over the places in a window; each place is a strided slice of the whole tensor. So no two windows
-write to one element at once: the gradient's sums have one order.
+A byte an element is kept for the backward. The formulas loop over the places in a window; each place is a strided slice
+of the whole tensor. So no two windows write to one element at once: the gradient's sums have one order.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.codes.operators.codes import Codes, carrier_for, first_derivative
+from qat.codes.operators.codes import Codes, Context, carrier_for, first_derivative
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import decode, with_scale_gradient
 from qat.integers.movement import Window
@@ -20,18 +20,14 @@ from qat.kernels.cpu.quantizers import compiled, in_layout_of, threads_for
 from qat.kernels.cpu.structures import Pool
 
 OUTSIDE = -1
-"""The padding of an image of codes: less than every code."""
+"""Padding of an image of codes: less than every code."""
 
 
 def _max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
-    """The largest code of every window and its place in the window, the first of several equal ones.
-
-    A window that lies in the padding entirely, as a dilated one can, gets some code and no gradient.
-    """
     sizes = pooled_sizes(codes, window)
     padded = F.pad(codes.to(torch.int16), _pads(list(codes.shape[2:]), sizes, window), "constant", OUTSIDE)
     largest = _slice(padded, 0, sizes, window)
-    where = torch.zeros_like(largest, dtype=torch.uint8)
+    where = torch.zeros_like(largest, dtype=torch.uint8)  # a later place only wins if it is larger
     for k in range(1, window[0] * window[1]):
         each = _slice(padded, k, sizes, window)
         where.masked_fill_(each > largest, k)
@@ -42,7 +38,6 @@ def _max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _max_pool_codes_backward(grad: Tensor, where: Tensor, height: int, width: int, window: list[int]) -> Tensor:
-    """The gradient of the pooled images (height x width): every window gives its own to its largest element."""
     sizes = list(where.shape[2:])
     left, right, above, below = _pads([height, width], sizes, window)
     layout = layout_of(where)
@@ -55,26 +50,25 @@ def _max_pool_codes_backward(grad: Tensor, where: Tensor, height: int, width: in
 
 
 def pooled_sizes(images: Tensor, window: list[int]) -> list[int]:
-    """Height and width after pooling."""
+    """Return height and width after pooling."""
     kernel, stride, padding, dilation = _pairs(window)
     axes = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
     return [pooled_size(*each, bool(window[8])) for each in axes]
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """Length of an axis after pooling, as in torch: with ceil_mode no window begins in the padding at the end."""
+    """Return the length of an axis after pooling, as in torch."""
     reach = size + 2 * padding - dilation * (kernel - 1) - 1
+    # With ceil_mode no window begins in the padding at the end.
     windows = (reach + (stride - 1 if ceil_mode else 0)) // stride + 1
     return windows - 1 if ceil_mode and (windows - 1) * stride >= size + padding else windows
 
 
 def _pairs(window: list[int]) -> list[list[int]]:
-    """Kernel, stride, padding and dilation."""
     return [window[k : k + 2] for k in (0, 2, 4, 6)]
 
 
 def _pads(images: list[int], sizes: list[int], window: list[int]) -> list[int]:
-    """The padding left, right, above and below that makes every window lie inside."""
     behind = [
         max((windows - 1) * step + (length - 1) * spread + 1 - size - pad, 0)
         for size, windows, length, step, pad, spread in zip(images, sizes, *_pairs(window), strict=True)
@@ -83,7 +77,6 @@ def _pads(images: list[int], sizes: list[int], window: list[int]) -> list[int]:
 
 
 def _slice(padded: Tensor, k: int, sizes: list[int], window: list[int]) -> Tensor:
-    """A view of element k of all windows."""
     kernel, stride, _, dilation = _pairs(window)
     y, x = k // kernel[1] * dilation[0], k % kernel[1] * dilation[1]
     rows = slice(y, y + (sizes[0] - 1) * stride[0] + 1, stride[0])
@@ -91,17 +84,17 @@ def _slice(padded: Tensor, k: int, sizes: list[int], window: list[int]) -> Tenso
 
 
 def layout_of(x: Tensor) -> torch.memory_format:
-    """The memory format of images."""
+    """Return the memory format of images."""
     return torch.contiguous_format if x.is_contiguous() else torch.channels_last
 
 
 LARGEST_WINDOW = 256
-"""Most elements of a window, because the place of the largest one is stored in one byte."""
+"""Most elements of a window: the place of the largest one is stored in one byte."""
 
 
 @operator(_max_pool_codes)
 def max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
-    """The largest code of every window and its place in the window."""
+    """Return the largest code of every window and its first place in the window."""
     codes, sizes = codes.contiguous(memory_format=layout_of(codes)), pooled_sizes(codes, window)
     out = torch.empty((*codes.shape[:2], *sizes), dtype=torch.uint8, memory_format=layout_of(codes))
     where, nearest = torch.empty_like(out), int(not codes.is_contiguous())
@@ -115,7 +108,7 @@ def max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
 
 @operator(_max_pool_codes_backward)
 def max_pool_codes_backward(grad: Tensor, where: Tensor, height: int, width: int, window: list[int]) -> Tensor:
-    """The gradient of the pooled images, whose size is height x width."""
+    """Return the gradient of images: each window's goes to its largest element."""
     shape, layout = (*where.shape[:2], height, width), layout_of(where)
     grad, grad_in = in_layout_of(grad, where), torch.empty(shape, dtype=grad.dtype, memory_format=layout)
     compiled().max_pool_backward(
@@ -127,7 +120,7 @@ def max_pool_codes_backward(grad: Tensor, where: Tensor, height: int, width: int
 
 
 def _pool(inputs: torch.Size, outputs: torch.Size, window: list[int]) -> Pool:
-    """The sizes for the kernels, checked: they divide by strides and store a place in a window in one byte."""
+    # The kernels divide by strides and store a place in a window in one byte, so both are checked.
     numbers = (*inputs, *outputs[2:], *window[:8])
     if len(numbers) != len(Pool._fields_) or min(window[:4]) < 1 or math.prod(window[:2]) > LARGEST_WINDOW:
         raise ValueError(
@@ -138,11 +131,10 @@ def _pool(inputs: torch.Size, outputs: torch.Size, window: list[int]) -> Pool:
 
 
 class MaxPoolFunction(torch.autograd.Function):
-    """Max pooling of codes; the gradient goes to the first largest element of every window."""
+    """Max pooling of codes; a byte a window says where its gradient goes."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-        """Carrier and codes; the place of the largest element in every window, a byte each, is saved."""
+    def forward(ctx: Context, carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         out, where = max_pool_codes(codes, window.packed())
         ctx.height, ctx.width = codes.shape[2:]
         ctx.window = window
@@ -153,19 +145,19 @@ class MaxPoolFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (where,) = ctx.saved_tensors
         return max_pool_codes_backward(grad, where, ctx.height, ctx.width, ctx.window.packed()), None, None
 
 
 def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | None = None) -> Codes | Tensor:
-    """Max pooling of an (N, C, H, W) tensor or its codes, by the fields of `Window`; module is None for a function."""
+    """Return the max pooling of (N, C, H, W) by the fields of `Window`."""
     dense = isinstance(x, Codes) and (
         x.codes.is_contiguous() or (x.dim() == 4 and x.codes.is_contiguous(memory_format=torch.channels_last))
     )
-    kernel, stride, padding, dilation, ceil_mode = window
-    sizes = Window(list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
-    fits = dense and x.dim() == 4 and math.prod(kernel) <= LARGEST_WINDOW and not has_empty_windows(x.shape, sizes)
+    sizes = Window(*window)  # the graph holds a plain tuple
+    fits = dense and x.dim() == 4 and math.prod(sizes.kernel) <= LARGEST_WINDOW
+    fits = fits and not has_empty_windows(x.shape, sizes)
     if not isinstance(x, Codes) or not fits:
         y: Tensor = F.max_pool2d(decode(x), *window) if module is None else module(decode(x))
         return y
@@ -175,7 +167,7 @@ def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | Non
 
 
 def has_empty_windows(shape: torch.Size, window: Window) -> bool:
-    """Whether a whole window lies in the padding, as a dilated one may: it has no largest code."""
+    """Return True if a window lies in the padding alone, and has no largest code."""
     for size, kernel, stride, padding, dilation in zip(shape[2:], *window[:4], strict=True):
         if dilation > 1 and padding > 0:
             starts = range(pooled_size(size, kernel, stride, padding, dilation, window.ceil_mode))

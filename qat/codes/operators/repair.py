@@ -1,4 +1,4 @@
-"""Resets learned scales that an optimizer made NaN or infinite, all at once, before kernels read them."""
+"""Resets learned scales that an optimizer made NaN or infinite, all at once."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ from qat.torch_internals import copy_each
 
 
 def repair(*quantizers: Quantizer) -> None:
-    """`Quantizer.repair` for those that train and do not observe; checking all scales first is cheaper."""
+    """Repair the quantizers that train and do not observe."""
     ready = [each for each in quantizers if each.training and each.observer is None]
     if not torch.compiler.is_compiling():
         if ready and passes_values(ready[0].scale):
@@ -33,14 +33,14 @@ def repair(*quantizers: Quantizer) -> None:
 
 @torch.library.custom_op("qat::put_back", mutates_args=("scales",))
 def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
-    """`Quantizer.repair` as one operator: compiled code cannot branch on values, and would keep copies of scales."""
+    # One operator: compiled code cannot branch on values, and would keep copies of scales.
     if not all_finite(scales):
         for scale, least in zip(scales, smallest, strict=True):
             scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether no tensor holds a NaN or an infinity."""
+    """Return True if no tensor holds a NaN or an infinity."""
     if library() is None or not all(is_plain(each) and each.is_contiguous() for each in tensors):
         return all(bool(each.isfinite().all()) for each in tensors)
     count = len(tensors)

@@ -1,30 +1,36 @@
-"""On a GPU: BatchNorm, clip and quantizer, and a sum with both, as one pass that writes values in place of codes.
+"""On a GPU: BatchNorm, clip and quantizer, or a sum with both, as one pass.
 
-A GPU multiplies in the precision of the step, so the layers behind read what the prepared graph would give them, and
-only the passes between the products are fewer. The formulas are those of `norm` and `add`.
+It writes values in place of codes. A GPU multiplies in the precision of the step, so the layers behind read what the
+prepared graph would give them, and only the passes between the products are fewer. The formulas are `norm`'s and
+`add`'s.
 """
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qat.codes.operators.codes import first_derivative
+from qat.codes.operators.codes import Context, first_derivative
 from qat.codes.operators.grid import Learned, learned_by
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import NO_CLIP, in_layout_of, rows_of
 from qat.kernels.dispatch import triton_here
 from qat.quantizer import Quantizer
 
+if TYPE_CHECKING:
+    from qat.kernels.triton.chains import Norm, Shape
+    from qat.kernels.triton.quantizers import Grid
+
 
 class NormValuesFunction(torch.autograd.Function):
-    """BatchNorm -> clip -> quantizer, as `QuantizeChainFunction`, with values as its result."""
+    """BatchNorm -> clip -> quantizer, as `QuantizeChainFunction`, but returns values."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, scale: Tensor, triton: Any, shape: Any, norm: Any, grid: Any
-    ) -> Tensor:
-        """Of what is saved, y alone is large."""
+        ctx: Context, y: Tensor, gamma: Tensor, beta: Tensor, scale: Tensor, triton: ModuleType, shape: "Shape",
+        norm: "Norm", grid: "Grid",
+    ) -> Tensor:  # fmt: skip
         known = triton.settled_norm(y, shape, norm, grid)
         ctx.save_for_backward(y, known)
         ctx.triton, ctx.shape, ctx.follows, ctx.grid = triton, shape, norm.follows, grid
@@ -33,7 +39,7 @@ class NormValuesFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, known = ctx.saved_tensors
         grad_y, grad_gamma, grad_beta, grad_scale = ctx.triton.norm_quantize_backward(
             in_layout_of(grad, y), y, ctx.shape, known, ctx.grid, ctx.follows
@@ -42,11 +48,11 @@ class NormValuesFunction(torch.autograd.Function):
 
 
 class SumValuesFunction(torch.autograd.Function):
-    """Sum of one or two tensors -> clip -> quantizer, as `AddQuantizeFunction`, with values in a dtype."""
+    """Sum of one or two tensors -> clip -> quantizer, as `AddQuantizeFunction`."""
 
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor | None, scale: Tensor, triton: Any, grid: Any, dtype: torch.dtype
+        ctx: Context, a: Tensor, b: Tensor | None, scale: Tensor, triton: ModuleType, grid: "Grid", dtype: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.triton, ctx.grid = triton, grid
@@ -55,7 +61,7 @@ class SumValuesFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         writes = any(ctx.needs_input_grad[:2])
         grad_sum, grad_scale = ctx.triton.sum_quantize_backward(in_layout_of(grad, a), a, b, ctx.grid, writes)
@@ -65,10 +71,10 @@ class SumValuesFunction(torch.autograd.Function):
 def norm_values(
     y: Tensor, quantizer: Quantizer, norm: Any, sizes: tuple[int, int, int], floor: float, ceiling: float
 ) -> Tensor | None:
-    """quantizer(clip(norm(y))) on a GPU, of torch's own BatchNorm; None where the kernels do not take it."""
+    """Return quantizer(clip(norm(y))) on a GPU, or None where kernels do not take it."""
     triton = triton_here(y)
     learned = learned_by(quantizer, y) if triton is not None else None
-    if learned is None:
+    if triton is None or learned is None:
         return None
     follows = norm.training or norm.running_mean is None
     moves = norm.training and norm.track_running_stats
@@ -89,7 +95,7 @@ def norm_values(
 
 
 def sum_values(a: Tensor, b: Tensor | None, quantizer: Quantizer, floor: float, ceiling: float) -> Tensor | None:
-    """quantizer(clip(a + b)) on a GPU, of a alone if b is None; None where the kernels do not take it."""
+    """Return quantizer(clip(a + b)) on a GPU, or None where kernels do not take it."""
     triton = triton_here(a)
     if triton is None or not a.numel() or not is_dense(a):
         return None
@@ -104,7 +110,7 @@ def sum_values(a: Tensor, b: Tensor | None, quantizer: Quantizer, floor: float, 
 
 
 def weight_values(weight: Tensor, quantizer: Quantizer) -> Tensor | None:
-    """quantizer(weight) on a GPU, in the dtype of products here; None where the kernels do not take it."""
+    """Return quantizer(weight) on a GPU, or None where kernels do not take it."""
     triton = triton_here(weight.detach())
     if triton is None or not weight.numel() or not is_dense(weight) or weight.dtype is not torch.float32:
         return None
@@ -117,6 +123,7 @@ def weight_values(weight: Tensor, quantizer: Quantizer) -> Tensor | None:
     return found
 
 
-def _grid(triton: Any, learned: Learned, bounds: tuple[float, float]) -> Any:
+def _grid(triton: ModuleType, learned: Learned, bounds: tuple[float, float]) -> "Grid":
     tensors = (None if each is None else each.detach() for each in learned[:3])
-    return triton.Grid(*tensors, learned.levels, bounds)
+    found: Grid = triton.Grid(*tensors, learned.levels, bounds)
+    return found

@@ -1,4 +1,4 @@
-"""The activations that kernels compute together with the quantizer behind them, and where one stands in a graph."""
+"""The activations that kernels compute together with the quantizer behind them."""
 
 import functools
 import inspect
@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +20,12 @@ class FusedActivation:
     """A row of the table: a clip, which has bounds, or a curve."""
 
     modules: tuple[type[nn.Module], ...]
-    functions: tuple[Any, ...] = ()  # of one tensor, and names of methods
+    functions: tuple[Callable[..., Tensor], ...] = ()  # of one tensor
+    methods: tuple[str, ...] = ()
     bounds: tuple[float, float] | None = None
     module_bounds: tuple[str, ...] = ()  # attributes of the modules that hold other bounds
     curve: str | None = None  # the kernels' name
-    options: Mapping[str, Any] = field(default_factory=dict)  # what other arguments have to be
+    options: Mapping[str, object] = field(default_factory=dict)  # what other arguments have to be
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ class FusedActivation:
 
 
 ACTIVATIONS = (
-    FusedActivation((nn.ReLU,), (F.relu, torch.relu, F.relu_, "relu", "relu_"), bounds=(0.0, math.inf)),
+    FusedActivation((nn.ReLU,), (F.relu, torch.relu, F.relu_), ("relu", "relu_"), bounds=(0.0, math.inf)),
     FusedActivation((nn.ReLU6,), (F.relu6,), bounds=(0.0, 6.0), module_bounds=("min_val", "max_val")),
     FusedActivation((nn.Hardtanh,), bounds=(-1.0, 1.0), module_bounds=("min_val", "max_val")),
     FusedActivation((nn.SiLU,), (F.silu,), curve="silu"),
@@ -45,7 +45,7 @@ ACTIVATIONS = (
 )
 
 DEFAULTS = {"approximate": "none"}
-"""What torch's functions take if an option is not given."""
+"""Values that torch's functions take for options that are not given."""
 
 READ: dict[type[nn.Module], tuple[str, ...]] = {kind: row.read for row in ACTIVATIONS for kind in row.modules}
 """Attributes that a fused graph is derived from, by class."""
@@ -56,10 +56,10 @@ PLAIN_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 """torch's functions by the kernels' names of the curves."""
 
 
-def row_of(computes: Any, options: Mapping[str, Any]) -> FusedActivation | None:
-    """The row of a class of modules, a function or a method's name with these options; None if there is none."""
+def row_of(computes: object, options: Mapping[str, object]) -> FusedActivation | None:
+    """Return the row of a class, function or method with these options, or None."""
     for row in ACTIVATIONS:
-        if computes in row.modules or computes in row.functions:
+        if computes in (*row.modules, *row.functions, *row.methods):
             given = {**DEFAULTS, **options}
             if all(given[name] == value for name, value in row.options.items()):
                 return row
@@ -85,7 +85,8 @@ class Activation:
 
 
 def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
-    """The activation that a node computes; None if kernels do not compute it, or if several nodes read it."""
+    """Return the activation that a node computes for one reader, if kernels know it."""
+    # Another reader would need the activation itself, which is never written to memory.
     if len(node.users) != 1 or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, module = node.args[0], submodule_of(model, node)
@@ -106,8 +107,8 @@ def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
     return Activation((node, source), scores, axis=axis, multiplier=multiplier)
 
 
-def _row(node: fx.Node, module: Any) -> FusedActivation | None:
-    """The row of a clip or a curve that is called with its tensor alone, but for options."""
+def _row(node: fx.Node, module: nn.Module | None) -> FusedActivation | None:
+    # Called with its tensor alone, but for options.
     if len(node.args) != 1 or not set(node.kwargs) <= {"inplace", *DEFAULTS}:
         return None
     if module is not None:  # whatever its name, which is the node's target
@@ -115,10 +116,9 @@ def _row(node: fx.Node, module: Any) -> FusedActivation | None:
     return row_of(node.target, node.kwargs) if node.op in ("call_function", "call_method") else None
 
 
-def _softmax_axis(node: fx.Node, module: Any) -> int | None:
-    """The axis of a softmax that computes in the dtype of its input; None for anything else."""
+def _softmax_axis(node: fx.Node, module: nn.Module | None) -> int | None:
     if module is not None:
-        return module.dim if type(module) is nn.Softmax and isinstance(module.dim, int) else None
+        return module.dim if type(module) is nn.Softmax else None
     if node.target not in (F.softmax, torch.softmax, "softmax") or node.kwargs.get("dtype") is not None:
         return None
     if len(node.args) > 2 or not set(node.kwargs) <= {"dim", "dtype", "_stacklevel"}:
@@ -128,7 +128,6 @@ def _softmax_axis(node: fx.Node, module: Any) -> int | None:
 
 
 def _multiplier(node: fx.Node) -> float | None:
-    """The number by which a node multiplies a tensor, if only one node reads the product."""
     multiplies = node.target in (operator.mul, torch.mul, "mul") and node.op != "call_module"
     if not multiplies or len(node.args) != 2 or node.kwargs or len(node.users) != 1:
         return None

@@ -1,9 +1,8 @@
-"""Decides what of a prepared graph trains on codes; `qat.codes.training.rewriting` does it."""
+"""Decides what of a prepared graph trains on codes; `rewriting` does it."""
 
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ MATMULS = (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm")
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """What a kernel computes together with a quantizer, of the nodes before it."""
+    """The nodes before a quantizer that a kernel computes together with it."""
 
     source: fx.Node  # whose value the kernel reads
     activation: Activation | None = None
@@ -38,10 +37,7 @@ class FusedGroup:
 
 
 class CodesPlan:
-    """The nodes of a graph that train on codes, and the reasons of those that do not.
-
-    The model is in training; `distrusted` are modules that kernels may not replace: a self-check found a difference.
-    """
+    """The nodes of a graph that train on codes, and the reasons of those that do not."""
 
     def __init__(self, model: fx.GraphModule, distrusted: Collection[str] = ()) -> None:
         self.model, self.distrusted = model, distrusted
@@ -63,21 +59,22 @@ class CodesPlan:
         self.refused |= dict.fromkeys(worthless, "nothing that computes on codes reads it")
         # Quantizers that are computed with the nodes before them, and these nodes.
         self.chains = {node: chain for node, chain in chains.items() if node not in self.refused}
-        self.moved = self._moved_as_codes()  # operations that move codes, such as reshapings
+        # Max pools, reshapings and dropouts whose result is read as codes.
+        moves = {step for node in self._read(self.chains) for step in self.path_to_quantizer(node) if step.args}
+        self.moved = {step for step in moves if self.grid(step) in self.chains and self._takes_codes(step)}
         taken = self.chains.values()
         # Nodes that are computed as part of a chain, and layers whose BatchNorm is.
         self.absorbed = {node for chain in taken if chain.activation is not None for node in chain.activation.nodes}
         self.absorbed |= {chain.source for chain in taken if chain.operands is not None}
         self.fused_norms = {chain.layer for chain in self.chains.values() if self._norm_may_follow(chain)}
 
-    def grid(self, node: Any) -> fx.Node | None:
-        """The quantizer in `quantizers` on whose grid a tensor lies; None if there is none."""
+    def grid(self, node: object) -> fx.Node | None:
+        """Return the quantizer in `quantizers` on whose grid a tensor lies, or None."""
         source = grid_of(node, self.model) if isinstance(node, fx.Node) else None
         return source if self._grid_refusal(node, source) is None else None
 
-    def _grid_refusal(self, node: Any, source: fx.Node | None) -> str | None:
-        """Why a tensor cannot be read as the codes of a quantizer; None if it can."""
-        if source is None:
+    def _grid_refusal(self, node: object, source: fx.Node | None) -> str | None:
+        if source is None or not isinstance(node, fx.Node):
             return "its operand comes from no quantizer"
         if source not in self.quantizers:
             return f"its operand comes from {source.target}: {self.refused[source]}"
@@ -90,60 +87,57 @@ class CodesPlan:
         return None
 
     def path_to_quantizer(self, node: fx.Node) -> list[fx.Node]:
-        """The operations that keep the grid, from a tensor back to its quantizer."""
+        """Return the operations that keep the grid, from a tensor back to its quantizer."""
         path = []
         while passes_grid(node, self.model):
             path.append(node)
             (node, *_) = node.all_input_nodes
         return path
 
-    def _call_refusal(self, name: Any) -> str | None:
-        """Why kernels may not replace calls of the module of this name; None if they may."""
+    def _call_refusal(self, name: object) -> str | None:
         if str(name) in self.distrusted:
             return "its self-check found a difference"
         return module_refusal(self.model.get_submodule(str(name)))
 
     def _accepted(self, nodes: Iterable[fx.Node], refusal: Callable[[fx.Node], str | None]) -> set[fx.Node]:
-        """Nodes without a reason against them; the reasons of the others are noted."""
         reasons = {node: refusal(node) for node in nodes}
         self.refused |= {node: reason for node, reason in reasons.items() if reason is not None}
         return {node for node, reason in reasons.items() if reason is None}
 
     def _quantizer_refusal(self, node: fx.Node) -> str | None:
-        """Why this quantizer must stay in float, or None. (An in-place write would not reach the codes.)"""
-        quantizer: Any = submodule_of(self.model, node)
+        quantizer = submodule_of(self.model, node)
+        assert isinstance(quantizer, Quantizer)
         if node in self.fixed:
             return "it quantizes what is the same in every step"
         reason = codes_refusal(quantizer) or mode_refusal(quantizer) or self._call_refusal(node.target)
         if reason is not None:
             return reason
-        if self.memory.writers(node):
+        if self.memory.writers(node):  # the write would not reach the codes
             return "an operation in place changes its output"
         readers = self.memory.readers(node)
         writing = [each for each in readers if may_write(submodule_of(self.model, each))]
         return f"{writing[0].target}, which reads it, may write into its output" if writing else None
 
     def _layer_refusal(self, node: fx.Node) -> str | None:
-        """Why a layer does not read codes; None if it does."""
-        layer: Any = submodule_of(self.model, node)
+        layer = submodule_of(self.model, node)
+        assert isinstance(layer, QuantLayer)
         reason = layer_refusal(layer) or self._call_refusal(node.target)
         if reason is not None:
             return reason
         if not node.args or not {"input_quantizer"} <= set(node.kwargs) <= {"input_quantizer", "norm"}:
             return "its input has no quantizer in the graph"
-        handed: Any = node.kwargs["input_quantizer"]
+        handed = node.kwargs["input_quantizer"]
+        assert isinstance(handed, fx.Node)
         if layer.input_quantizer not in (None, self.model.get_submodule(str(handed.target))):
             return "it quantizes its input itself"
         return self._operands_refusal(node.args[:1])
 
     def _matmul_refusal(self, node: fx.Node) -> str | None:
-        """Why a product of activations does not read codes; None if it does."""
         if len(node.args) != 2 or node.kwargs:
             return "it is not called with its two operands alone"
         return self._operands_refusal(node.args)
 
-    def _operands_refusal(self, operands: Iterable[Any]) -> str | None:
-        """Why one of some tensors cannot be read as codes; None if all can."""
+    def _operands_refusal(self, operands: Iterable[object]) -> str | None:
         for operand in operands:
             source = grid_of(operand, self.model) if isinstance(operand, fx.Node) else None
             reason = self._grid_refusal(operand, source)
@@ -152,7 +146,7 @@ class CodesPlan:
         return None
 
     def _chain(self, quantizer: fx.Node) -> FusedGroup:
-        """Walk back from a quantizer over nodes that no other node reads."""
+        # Walks back over nodes that no other node reads.
         source = quantizer.args[0]
         assert isinstance(source, fx.Node)
         activation = self._activation(source)
@@ -171,7 +165,7 @@ class CodesPlan:
         return FusedGroup(source, activation)
 
     def _activation(self, node: fx.Node) -> Activation | None:
-        """The activation that may be computed with the quantizer behind it, that is, later than the graph does it."""
+        # It is computed with the quantizer behind it, that is, later than the graph does it.
         found = activation_of(node, self.model)
         if found is None or not self.memory.can_wait(found.source, found.nodes):
             return None
@@ -181,22 +175,11 @@ class CodesPlan:
         returned = any(reader.op == "output" for reader in self.memory.readers(found.source))
         return None if returned else found
 
-    def _moved_as_codes(self) -> set[fx.Node]:
-        """Max pools, reshapings and dropouts whose result is read as codes."""
-        return {
-            step
-            for node in self._read(self.chains)
-            for step in self.path_to_quantizer(node)
-            if step.args and self.grid(step) in self.chains and self._takes_codes(step)
-        }
-
     def _norm_may_follow(self, chain: FusedGroup) -> bool:
-        """Whether a chain may compute the BatchNorm of the layer that it starts from."""
         norm = chain.layer.kwargs.get("norm") if chain.layer is not None else None
         return isinstance(norm, fx.Node) and self._call_refusal(norm.target) is None
 
     def _takes_codes(self, node: fx.Node) -> bool:
-        """Whether an operation that keeps the grid can be applied to codes."""
         module = submodule_of(self.model, node)
         if module is None:
             return reshapes(node) is not None or window(node, None) is not None
@@ -204,13 +187,12 @@ class CodesPlan:
         return moves and self._call_refusal(node.target) is None
 
     def _is_worth_it(self, quantizer: fx.Node, chain: FusedGroup, chains: dict[fx.Node, FusedGroup]) -> bool:
-        """Whether a quantizer is fused with a norm or a sum, or is read as codes; else it is one pass anyway."""
+        # A quantizer alone is one pass anyway: only a norm, a sum or a reader of codes makes codes pay.
         if chain.operands is not None or self._norm_may_follow(chain):
             return True
         return any(self.grid(node) is quantizer for node in self._read(chains))
 
     def _read(self, chains: dict[fx.Node, FusedGroup]) -> list[fx.Node]:
-        """Nodes that are read as codes."""
         read = [reader.args[0] for reader in self.layers]
         read += [operand for product in self.matmuls for operand in product.args]
         read += [operand for chain in chains.values() for operand in chain.operands or ()]

@@ -7,18 +7,17 @@ is derived at the first training step, and again after every change.
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from torch import fx
 
 from qat.codes.operators.add import quantize_sum
 from qat.codes.operators.curves import quantize_curve, quantize_softmax
 from qat.codes.operators.matmul import matmul
-from qat.codes.operators.move import drop, reshape, reshape_by, shape_of
 from qat.codes.operators.norm import quantize_chain
 from qat.codes.operators.pool import max_pool
 from qat.codes.operators.product import multiply
-from qat.codes.operators.quantize import decode, encode
+from qat.codes.operators.quantize import decode, drop, encode, reshape, reshape_by, shape_of
 from qat.codes.operators.repair import repair
 from qat.codes.training.plan import CodesPlan
 from qat.codes.training.watched import Watched, module_tree
@@ -32,24 +31,24 @@ from qat.torch_internals import keep_signature
 
 @dataclass(frozen=True)
 class FusedForward:
-    """A model's forward on codes."""
+    """The forward of a model on codes."""
 
     graph: fx.Graph | None  # None if nothing can be fused, or if a self-check found another function
-    run: Callable[..., Any] | None  # the graph as a function of the model, or of its `modules`, and its inputs
-    modules: Any  # the model's `module_tree`, the faster of the two; torch.compile has to see the model
+    run: Callable[..., object] | None  # the graph as a function of the model, or of its `modules`, and its inputs
+    modules: object  # the model's `module_tree`, the faster of the two; torch.compile has to see the model
     watched: Watched
     key: str  # a hash of what it was derived from
     verdict: Verdict | None  # None if there was no self-check
 
 
 def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> FusedForward:
-    """The forward on codes of a prepared model whose parts are in training or evaluation as they will run."""
+    """Derive the forward on codes of a model whose parts are in the modes of a step."""
     watched = Watched(model, module_names(model))
     kinds = sorted({parameter.device.type for parameter in model.parameters()})
     graph = fused_graph(model)
     code = "" if graph is None else graph.python_code("self").src
     key = hashlib.sha256(repr((watched.text, model.code, code, kinds)).encode()).hexdigest()[:16]
-    verdict = verdicts.get(key)
+    verdict = verdicts.get(key)  # of a model that was derived alike
     if verdict is not None and verdict.distrusted != ():
         graph = None if verdict.distrusted is None else fused_graph(model, verdict.distrusted)
     run, modules = (None, None) if graph is None else (compiled(graph), module_tree(model, graph))
@@ -57,22 +56,21 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> Fus
 
 
 def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:
-    """The graph of the model's forward on codes, without the distrusted modules; None if no layer takes them."""
+    """Derive a graph on codes without distrusted modules; None if no layer takes any."""
     plan = CodesPlan(model, distrusted)
     return _Rewriting(plan).rewritten() if plan.layers else None
 
 
-def compiled(graph: fx.Graph) -> Callable[..., Any]:
-    """A graph as a function of a model and its inputs."""
+def compiled(graph: fx.Graph) -> Callable[..., object]:
+    """Return a graph as a function of a model and its inputs."""
     code = graph.python_code("self")
-    space: dict[str, Any] = dict(code.globals)
+    space = dict(code.globals)
     exec(compile(code.src, "<fused forward of a prepared model>", "exec"), space)
-    run: Callable[..., Any] = space["forward"]
-    return run
+    return cast("Callable[..., object]", space["forward"])
 
 
 class _Rewriting:
-    """Copies the graph node by node, and replaces nodes as the plan says."""
+    # It copies the graph node by node, and replaces nodes as the plan says.
 
     def __init__(self, plan: CodesPlan) -> None:
         self.plan, self.model = plan, plan.model
@@ -82,7 +80,6 @@ class _Rewriting:
         self.modules: dict[str, fx.Node] = {}
 
     def rewritten(self) -> fx.Graph:
-        """The new graph."""
         begun = False
         for node in self.plan.nodes:
             if not begun and node.op != "placeholder":  # placeholders may come after an input's quantizer
@@ -106,32 +103,31 @@ class _Rewriting:
         return self.graph
 
     def _repair(self) -> None:
-        """Repair the scales before anything else reads them."""
+        # Before anything else reads the scales.
         names = [str(node.target) for node in self.plan.chains]
         names += [f"{node.target}.weight_quantizer" for node in self.plan.layers]
+        # A shared quantizer has several names, and is repaired once.
         by_identity = {id(self.model.get_submodule(name)): name for name in sorted(names)}
         self.graph.call_function(repair, tuple(map(self._module, by_identity.values())))
 
     def _module(self, name: str) -> fx.Node:
-        """A part of the model, looked up once: lookups are most of a graph's own time."""
+        # Each part is looked up once, since lookups are most of a graph's own time.
         if name not in self.modules:
             self.modules[name] = self.graph.get_attr(name)
         return self.modules[name]
 
     def _float(self, node: fx.Node) -> fx.Node:
-        """The node's float tensor in the new graph."""
         if node not in self.floats:
             self.floats[node] = self.graph.call_function(decode, (self.codes[node],))
         return self.floats[node]
 
     def _coded(self, node: fx.Node) -> fx.Node:
-        """The node's codes in the new graph."""
         if node not in self.codes:
             self.codes[node] = self._encoded(node, self._float(node))
         return self.codes[node]
 
     def _encoded(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """The node's value in the new graph as codes, unless an active dropout changed it."""
+        # On codes, unless an active dropout changed the values.
         quantizer = self.plan.grid(node)
         assert quantizer is not None
         grid = self._module(str(quantizer.target))
@@ -141,7 +137,6 @@ class _Rewriting:
         return self.graph.call_function(encode, (value, grid, *checked))
 
     def _move(self, node: fx.Node) -> fx.Node:
-        """A max pool, a reshaping or a dropout of codes."""
         x, *args = node.args
         assert isinstance(x, fx.Node)
         coded, module = self._coded(x), submodule_of(self.model, node)
@@ -157,16 +152,14 @@ class _Rewriting:
         return self.graph.call_function(reshape, (coded, reshapes(node), *given[0]), given[1])
 
     def _shape(self, node: fx.Node) -> fx.Node:
-        """A tensor of the node's shape."""
         if node in self.floats:
             return self.floats[node]
         return self.graph.call_function(shape_of, (self.codes[node],))
 
     def _product(self, node: fx.Node) -> fx.Node:
-        """A layer on codes, and its BatchNorm unless that is computed as part of a chain."""
         x, *operands = node.args
         assert isinstance(x, fx.Node)
-        layer, input_quantizer = self._module(str(node.target)), self.floats[node.kwargs["input_quantizer"]]  # type: ignore[index]
+        layer, input_quantizer = self._module(str(node.target)), self._handed(node, "input_quantizer")
         others = [self._float(operand) if isinstance(operand, fx.Node) else operand for operand in operands]
         y = self.graph.call_function(multiply, (layer, self._coded(x), input_quantizer, *others))
         norm = node.kwargs.get("norm")
@@ -174,8 +167,12 @@ class _Rewriting:
             y = self.graph.call_module(str(norm.target), (y,))
         return y
 
+    def _handed(self, call: fx.Node, key: str) -> fx.Node:
+        module = call.kwargs[key]
+        assert isinstance(module, fx.Node)
+        return self.floats[module]
+
     def _quantized(self, node: fx.Node) -> fx.Node:
-        """A quantizer together with the nodes of its chain."""
         chain, activation = self.plan.chains[node], self.plan.chains[node].activation
         quantizer, module = self._module(str(node.target)), None
         if activation is not None and activation.module is not None:
@@ -192,5 +189,5 @@ class _Rewriting:
             return self.graph.call_function(quantize_softmax, arguments)
         norm = None
         if chain.layer is not None and chain.layer in self.plan.fused_norms:
-            norm = self.floats[chain.layer.kwargs["norm"]]  # type: ignore[index]
+            norm = self._handed(chain.layer, "norm")
         return self.graph.call_function(quantize_chain, (source, quantizer, norm, *bounds, module))

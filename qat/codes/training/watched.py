@@ -1,4 +1,4 @@
-"""The modules that kernels stand in for: which these may be, and whether a model's are still what they were.
+"""Modules that kernels may replace, and guards that detect when a model changed.
 
 A kernel computes what a module would, without calling it. That is correct only for classes whose forward is known, if
 no hook waits for the call, if nothing changed what the call computes (a patched `forward`, a subclass), and as long as
@@ -8,7 +8,6 @@ the module still has the attributes that the graph was derived from.
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -33,14 +32,13 @@ READ: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.MaxPool1d, nn.MaxPool3d), ("return_indices",)),
     **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), ("return_indices",)),
 }
-"""The classes that kernels may replace, and the attributes that a graph is derived from; their other attributes are
-read in every step."""
+"""Classes that kernels may replace, and attributes that a graph is derived from."""
 
 NOT_GUARDED = {"observer", "is_calibrated", "spec", "role", "input_quantizer"}
 """Attributes that torch.compile cannot watch."""
 
 
-def _methods(kind: type[nn.Module]) -> tuple[Any, ...]:
+def _methods(kind: type[nn.Module]) -> tuple[object, ...]:
     return tuple(getattr(kind, name, None) for name in METHODS)
 
 
@@ -48,26 +46,26 @@ _ORIGINALS = {kind: _methods(kind) for kind in READ}
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without parametrisations."""
+    """Return the class of a module, without parametrisations."""
     kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return kind
 
 
 def known_kind(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class in `READ`: the class itself, or the base class of a quantizer; None if there is none."""
+    """Return the class in `READ`: the class itself, or the base class of a quantizer."""
     if kind in READ or not issubclass(kind, Quantizer):
         return kind if kind in READ else None
     return next((base for base in kind.__mro__ if base in READ), None)
 
 
 def is_changed(kind: type[nn.Module]) -> bool:
-    """Whether a class was patched, or overrides a method that decides what a call computes, since qat was imported."""
+    """Return True if a class overrides a method of `METHODS`, or was patched."""
     known = known_kind(kind)
     return known is None or _methods(kind) != _ORIGINALS[known]
 
 
 def module_refusal(module: nn.Module) -> str | None:
-    """Why no kernel may replace a call of this module; None if one may."""
+    """Return why no kernel may replace a call of this module, or None if one may."""
     kind = kind_of(module)
     if known_kind(kind) is None:
         return f"kernels do not compute what {kind.__name__} does"
@@ -79,27 +77,23 @@ def module_refusal(module: nn.Module) -> str | None:
     return reason if reason is None else f"its weight_quantizer: {reason}"
 
 
-def _nothing(module: nn.Module) -> None:
-    """The reader for modules that the graph calls: it depends on none of their attributes."""
-
-
-_READERS: dict[type[nn.Module] | None, Callable[[Any], Any]] = {
-    kind: attrgetter(*names) if names else _nothing for kind, names in READ.items()
-}
+def _facts(module: nn.Module) -> Callable[[], object]:
+    names = READ.get(known_kind(kind_of(module)) or nn.Module)
+    return partial(attrgetter(*names), module) if names else lambda: None
 
 
 class Watched:
-    """The modules that a fused graph was derived from, and what they were then: classes, attributes, hooks."""
+    """The modules of a fused graph: their classes, attributes and hooks at that time."""
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
         modules = {name: model.get_submodule(name) for name in sorted(names)}
-        facts = {name: partial(_READERS.get(known_kind(kind_of(m)), _nothing), m) for name, m in modules.items()}
+        facts = {name: _facts(module) for name, module in modules.items()}
         known = {kind for kind in map(kind_of, modules.values()) if known_kind(kind) is not None}
         states = [
             (name, (type(m).__qualname__, _described(facts[name]()), is_watched(m))) for name, m in modules.items()
         ]
         self.text = repr((states, sorted(kind.__qualname__ for kind in known if is_changed(kind))))
-        self._reads: list[Callable[[], Any]] = [*ModuleSnapshot(model, names).reads, *facts.values()]
+        self._reads: list[Callable[[], object]] = [*ModuleSnapshot(model, names).reads, *facts.values()]
         self._reads += [partial(type, m) for m in modules.values()]
         self._reads += [read for m in modules.values() for read in watch(m)]
         self._reads += [partial(is_changed, kind) for kind in known]
@@ -112,40 +106,39 @@ class Watched:
         ]
 
     def holds(self) -> bool:
-        """Whether nothing changed."""
+        """Return True if nothing changed."""
         return [read() for read in self._reads] == self._values
 
     def holds_compiled(self, model: nn.Module) -> bool:
-        """The part of it that torch.compile can watch: it traces this, and guards on all that is read."""
+        """Return True if nothing changed that torch.compile can watch; it guards on that."""
         return all(getattr(model.get_submodule(name), key) == value for name, key, value in self._guards)
 
 
-def _described(found: Any) -> str:
-    """Attributes as text, without the addresses of modules and tensors."""
+def _described(found: object) -> str:
+    # Without the addresses of modules and tensors, which differ from run to run.
     values = found if isinstance(found, tuple) else (found,)
     return repr([type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else value for value in values])
 
 
 class _Block:
-    """A block of the model, whose attributes are the modules that a graph names; anything else is read from it."""
-
+    # Its attributes are the modules that a graph names; anything else is read from the model's block.
     def __init__(self, block: nn.Module) -> None:
         self.__block = block
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__block, name)
 
 
-def module_tree(model: nn.Module, graph: fx.Graph) -> Any:
-    """An object that answers as the model does when a graph's code looks up its modules and tensors.
+def module_tree(model: nn.Module, graph: fx.Graph) -> object:
+    """Return an object that answers a graph's lookups as the model does, but faster.
 
     A module looks up each child in a Python function: 1.5 ms a step for MobileNetV2.
     """
-    tree = _Block(model)
+    tree = _Block(model)  # the first level, whose blocks are made as paths need them
     modules = dict(model.named_modules(remove_duplicate=False))
     paths = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     for path in sorted(paths & modules.keys(), key=lambda path: path.count(".")):
-        place: Any = tree
+        place: object = tree
         steps = path.split(".")
         for depth, step in enumerate(steps[:-1], start=1):
             if isinstance(place, nn.Module):  # the graph names it too, and it finds its children itself

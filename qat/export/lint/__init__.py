@@ -1,1 +1,1 @@
-"""Static checks of quantized ONNX files, from any tool, against rules of one runtime."""
+"""Static checks of quantized ONNX files of any tool against one runtime's rules."""

@@ -1,20 +1,25 @@
-"""Facts about a quantized graph that one runtime or another minds."""
+"""Facts about a quantized graph that matter to one runtime or another."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import numpy as np
 
 from qat.export.onnx.graph import Array, Edges, attributes
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
 LAYERS = {"Conv": 0, "ConvTranspose": 1, "Gemm": -1, "MatMul": -1}
 """Operators with a weight, and the axis of its output channels."""
 
-Fact = tuple[str, Any, str]
-"""The name of a rule, the operator, and what is seen there; "" if the rule says it all."""
+Fact: TypeAlias = "tuple[str, NodeProto, str]"
+"""Name of a rule, operator, and what is seen there; "" if the rule says it all."""
 
 ELEMENTWISE = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax")
 """Operators whose integer kernels, where a runtime has them, take quantized operands and a quantized result."""
@@ -42,14 +47,14 @@ class Grid:
     `scale` and `zero_point` are None where the model computes them, `kind` names the integers' type.
     """
 
-    node: Any
+    node: NodeProto
     scale: Array | None
     zero_point: Array | None
     kind: str
     axis: int
 
-    def equals(self, other: "Grid") -> bool:
-        """True if both are known to have the same scale, zero point and type."""
+    def equals(self, other: Grid) -> bool:
+        """Return True if both are known to have the same scale, zero point and type."""
         pairs = ((self.scale, other.scale), (self.zero_point, other.zero_point))
         same = all(a is not None and b is not None and np.array_equal(np.ravel(a), np.ravel(b)) for a, b in pairs)
         return same and self.kind == other.kind
@@ -58,18 +63,18 @@ class Grid:
 class QuantizedGraph(Edges):
     """A graph, and the operators that its runtime moves quantizers across."""
 
-    def __init__(self, graph: Any, moving: Sequence[str]) -> None:
+    def __init__(self, graph: GraphProto, moving: Sequence[str]) -> None:
         super().__init__(graph)
         self.nodes, self.moving = list(graph.node), moving
         self.constant = set(self.stored)
         axes = [axis for each in graph.input for axis in each.type.tensor_type.shape.dim]
-        self.free = not all(axis.HasField("dim_value") for axis in axes)  # whether a batch may have any size
+        self.has_free_axes = not all(axis.HasField("dim_value") for axis in axes)
         for node in self.nodes:
             if node.input and all(name in self.constant for name in node.input if name):
                 self.constant.update(node.output)
 
-    def grid(self, node: Any) -> Grid:
-        """The grid of a QuantizeLinear or a DequantizeLinear."""
+    def grid(self, node: NodeProto) -> Grid:
+        """Return the grid of a QuantizeLinear or a DequantizeLinear."""
         from onnx import TensorProto, helper
 
         scale, zero_point = (self.stored.get(name) for name in [*node.input[1:3], ""][:2])
@@ -83,37 +88,37 @@ class QuantizedGraph(Edges):
         else:
             kind = helper.tensor_dtype_to_np_dtype(given.get("output_dtype", 0) or TensorProto.UINT8).name
         if len(node.input) < 3 or not node.input[2]:
-            zero_point = np.zeros(1)
+            zero_point = np.zeros(1)  # ONNX's default
         return Grid(node, scale, zero_point, kind, given.get("axis", 1))
 
-    def moves(self, node: Any) -> bool:
-        """True if an operator hands its first operand's values on; a linear Resize does not."""
-        moving = node is not None and node.op_type in self.moving
-        return moving and attributes(node).get("mode", b"nearest") == b"nearest"
+    def moves(self, node: NodeProto) -> bool:
+        """Return True if an operator only hands on values of its first operand."""
+        # A linear Resize computes new values.
+        return node.op_type in self.moving and attributes(node).get("mode", b"nearest") == b"nearest"
 
     def origin(self, name: str) -> str:
-        """The tensor whose values were moved to this one."""
-        while self.moves(self.made.get(name)):
+        """Return the tensor whose values were moved to this one."""
+        while name in self.made and self.moves(self.made[name]):
             name = self.made[name].input[0]
         return name
 
     def grid_of(self, name: str) -> Grid | None:
-        """The grid of the values of a tensor, which may have been moved; None for floats."""
+        """Return the grid of a tensor's values, across moves; None for floats."""
         node = self.maker(self.origin(name), DEQUANTIZE)
         return None if node is None else self.grid(node)
 
-    def behind(self, name: str) -> list[Any]:
-        """The readers of a tensor, across moves; None is the user, equal quantizers are one."""
-        found: list[Any] = []
+    def behind(self, name: str) -> list[NodeProto | None]:
+        """Return a tensor's readers across moves, equal quantizers once; None is the user."""
+        found: list[NodeProto | None] = []
         for node in self.read_by.get(name, []):
-            for each in self.behind(node.output[0]) if self.moves(node) else [node]:
+            for each in self.behind(node.output[0]) if node is not None and self.moves(node) else [node]:
                 known = [self.grid(other) for other in found if _is_quantize(other)]
                 if not _is_quantize(each) or not any(self.grid(each).equals(other) for other in known):
                     found.append(each)
         return found
 
-    def channel_axis(self, layer: Any, weight: Grid) -> int | None:
-        """The axis of a stored weight with the output channels; None behind a reshape."""
+    def channel_axis(self, layer: NodeProto, weight: Grid) -> int | None:
+        """Return the axis of a weight's output channels; None behind a reshape."""
         rank = len(getattr(self.stored.get(weight.node.input[0]), "shape", "12"))
         turned = attributes(layer).get("transB")
         name, axis = layer.input[1], (0 if turned else LAYERS[layer.op_type]) % rank
@@ -127,12 +132,12 @@ class QuantizedGraph(Edges):
         return axis
 
 
-def _is_quantize(node: Any) -> bool:
+def _is_quantize(node: NodeProto | None) -> TypeGuard[NodeProto]:
     return node is not None and node.op_type == QUANTIZE
 
 
-def facts(found: QuantizedGraph, in_float: frozenset[Any]) -> Iterator[Fact]:
-    """All facts; `in_float` are the operations that a runtime has no integer kernels for."""
+def facts(found: QuantizedGraph, in_float: frozenset[str]) -> Iterator[Fact]:
+    """Yield all facts; operations in `in_float` have no integer kernels."""
     for node in found.nodes:
         if node.op_type == QUANTIZE or (node.op_type == DEQUANTIZE and not found.maker(node.input[0], QUANTIZE)):
             yield from _grid(found, found.grid(node), node.input[0] in found.constant)
@@ -167,7 +172,7 @@ def _grid(found: QuantizedGraph, grid: Grid, constant: bool) -> Iterator[Fact]:
             yield "other-grid" if across else "double", node, ""
 
 
-def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
+def _layer(found: QuantizedGraph, node: NodeProto) -> Iterator[Fact]:
     x, weight = (found.grid_of(name) for name in node.input[:2])
     constant, last = node.input[1] in found.constant, _end(found, node)
     in_integers = [each for each in found.behind(last.output[0]) if _is_quantize(each)]
@@ -187,7 +192,8 @@ def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
         yield "bias-grid", node, bias.kind
     elif len(scales) == 3 and not np.allclose(scales[2], scales[0] * scales[1], rtol=0.02, atol=0):
         yield "bias-scale", node, ""
-    is_gemm = node.op_type == "Gemm" or (node.op_type == "MatMul" and not found.free)  # as ONNX Runtime makes them
+    # ONNX Runtime makes a Gemm of a MatMul whose batch is fixed.
+    is_gemm = node.op_type == "Gemm" or (node.op_type == "MatMul" and not found.has_free_axes)
     if is_gemm and bias is None and not in_integers:
         added = [name for name in (node.input[2:] if last is node else last.input) if name in found.constant]
         if added and found.grid_of(added[0]) is None:
@@ -200,16 +206,16 @@ def _layer(found: QuantizedGraph, node: Any) -> Iterator[Fact]:
     yield from _kernel(found, node, [x] if constant else [x, weight])
 
 
-def _end(found: QuantizedGraph, node: Any) -> Any:
+def _end(found: QuantizedGraph, node: NodeProto) -> NodeProto:
     # The operator that ends a layer: the Add of a MatMul's bias, or the layer itself.
-    behind = found.read_by.get(node.output[0], [])
-    is_linear = node.op_type == "MatMul" and node.input[1] in found.constant and len(behind) == 1
-    is_bias = is_linear and behind[0] is not None and behind[0].op_type == "Add"
-    return behind[0] if is_bias and any(name in found.constant for name in behind[0].input) else node
+    behind = found.reader(node.output[0])
+    if behind is None or behind.op_type != "Add" or node.op_type != "MatMul" or node.input[1] not in found.constant:
+        return node
+    return behind if any(name in found.constant for name in behind.input) else node
 
 
-def _kernel(found: QuantizedGraph, node: Any, operands: list[Grid]) -> Iterator[Fact]:
-    # Whether an operator with quantized operands has a result that one quantizer reads, and integers of one type.
+def _kernel(found: QuantizedGraph, node: NodeProto, operands: list[Grid]) -> Iterator[Fact]:
+    # An integer kernel needs a result that one quantizer alone reads, and integers of one type.
     behind = found.behind(_end(found, node).output[0])
     clip = behind[0] if len(behind) == 1 and behind[0] is not None and behind[0].op_type in ("Relu", "Clip") else None
     behind = behind if clip is None else found.behind(clip.output[0])
@@ -227,8 +233,8 @@ def _kernel(found: QuantizedGraph, node: Any, operands: list[Grid]) -> Iterator[
         yield "transposed", node, ""
 
 
-def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
-    # Whether the values of a grid end where a Relu or Clip does, so that the quantizer alone clips as much.
+def _ends_within(found: QuantizedGraph, clip: NodeProto, grid: Grid) -> bool:
+    # True if the quantizer alone clips as much as a Relu or Clip in front of it.
     if grid.scale is None or grid.zero_point is None or "int" not in grid.kind:
         return False
     limits, given = np.iinfo(grid.kind), [*clip.input[1:], "", ""]
@@ -239,7 +245,7 @@ def _ends_within(found: QuantizedGraph, clip: Any, grid: Grid) -> bool:
 
 
 def _is_shared(found: QuantizedGraph, grid: Grid) -> bool:
-    # Whether not only one operator reads the integers of a quantizer, behind one DequantizeLinear.
+    # True unless a single operator reads the integers of a quantizer, behind one DequantizeLinear.
     quantize = grid.node if _is_quantize(grid.node) else found.maker(grid.node.input[0], QUANTIZE)
     pairs = found.read_by.get(quantize.output[0], []) if quantize is not None else []
     return len(pairs) > 1 or any(
@@ -247,7 +253,7 @@ def _is_shared(found: QuantizedGraph, grid: Grid) -> bool:
     )
 
 
-def _operator(found: QuantizedGraph, node: Any, in_float: frozenset[Any]) -> Iterator[Fact]:
+def _operator(found: QuantizedGraph, node: NodeProto, in_float: frozenset[str]) -> Iterator[Fact]:
     if node.op_type.startswith(("QLinear", "DynamicQuantize", "TRT_")) or node.op_type.endswith("Integer"):
         yield "operator-format", node, node.op_type
     elif node.op_type == "Cast" and "int4" in getattr(found.stored.get(node.input[0]), "dtype", np.dtype(float)).name:

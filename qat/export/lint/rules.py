@@ -1,4 +1,4 @@
-"""`lint_onnx` and its rules: what a runtime makes of a fact, and who says so."""
+"""`lint_onnx` and its rules: how severe a fact is for each runtime, and sources."""
 
 import os
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _SYMMETRIC = "target='tensorrt'; quantize_static(types QInt8, extra_options={'Ac
 
 @dataclass(frozen=True)
 class Rule:
-    """One sentence on what is seen, and the page, source or measurement that says so.
+    """One sentence on a fact, and the page, source or measurement that backs it.
 
     It names the runtimes that do not load the file, do not run it or compute something else (`error`), those that
     compute in float or slower than they could (`warning`), and those where that may be wanted (`note`).
@@ -43,7 +43,7 @@ class Rule:
     remedy: str = ""
 
     def severity(self, runtime: str) -> str:
-        """The severity for a runtime; "" if it is none of its business."""
+        """Return the severity for a runtime; "" if the rule does not concern it."""
         return next((each for each in ("error", "warning", "note") if runtime in getattr(self, each).split()), "")
 
 
@@ -106,12 +106,12 @@ RULES = (
 )  # fmt: skip
 
 MOVED_BY_ONNX_RUNTIME = ("Identity", "Dropout", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "MaxPool")
-"""Its qdq_propagation.cc moves quantizers across them, or another optimisation removes them."""
+"""Operators that qdq_propagation.cc moves quantizers across, or that another optimisation removes."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An operator that a rule speaks of, by its name, or its type and result.
+    """An operator that breaks a rule, by its name, or its type and result.
 
     `detail` is what is seen there, if the rule does not say it.
     """

@@ -1,4 +1,4 @@
-"""Engines for .tflite files: XNNPACK, LiteRT's reference kernels, TFLite Micro; and what they answer."""
+"""Engines for .tflite files: XNNPACK, reference kernels, TensorFlow Lite Micro."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -14,21 +14,22 @@ from qat.export.agreement import Follow, Verification, answers, judge
 from qat.export.checks import check_finite
 from qat.export.litert.file import HIGHEST, LOWEST, Array, ReadFile
 from qat.export.litert.values import layout
-from qat.inputs import Batch, as_arguments, as_batches, check_model, run_batch
+from qat.inputs import Batch, Inputs, as_arguments, as_batches, check_model, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import Follower, LayerDifference
 from qat.integers.frozen import stored_offset
+from qat.quantizer import Quantizer
 from qat.torch_internals import pytree
 
 ENGINES = ("xnnpack", "reference", "micro")
-"""What LiteRT runs by default; the kernels that define its operators; and those of microcontrollers."""
+"""LiteRT's default; the kernels that define its operators; the interpreter for microcontrollers."""
 
 ARENA = 64 * 2**20
-"""Bytes for all tensors of a file in the interpreter for microcontrollers, which asks for a number."""
+"""Bytes for all tensors of a file in the interpreter for microcontrollers, which does not size its arena itself."""
 
 
 def open_engine(data: bytes, engine: str, threads: int | None = None) -> Callable[[Sequence[Array]], list[Array]]:
-    """A function from inputs to outputs, in the file's layouts; `threads` are LiteRT's."""
+    """Return a function from inputs to outputs, both in the file's layouts."""
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if engine == "micro":
@@ -59,7 +60,7 @@ def open_engine(data: bytes, engine: str, threads: int | None = None) -> Callabl
 
 
 def open_micro(data: bytes) -> Any:
-    """The interpreter for microcontrollers."""
+    """Open a file in the interpreter for microcontrollers."""
     try:
         from tflite_micro.python.tflite_micro import runtime
     except ImportError:
@@ -71,16 +72,16 @@ def open_micro(data: bytes) -> Any:
 
 
 class TorchFile:
-    """A file in an engine, called as its model is, with any multiple of its batch.
+    """A file in an engine, called like its model, with any multiple of its batch.
 
-    With `codes`, outputs that are integers are not made the values that they stand for.
+    With `codes`, outputs that are integers stay integers; else they become the values that they stand for.
     """
 
     def __init__(self, data: bytes, engine: str, threads: int | None = None, codes: bool = False) -> None:
         self._read, self._run, self._codes = ReadFile(data), open_engine(data, engine, threads), codes
 
-    def __call__(self, inputs: Any) -> list[Tensor]:
-        """The outputs, with axes as torch has them."""
+    def __call__(self, inputs: Inputs) -> list[Tensor]:
+        """Return the outputs, with axes in torch's order."""
         args, options = as_arguments(inputs)
         if options.keys() == set(self._read.input_names):
             args, options = tuple(options[name] for name in self._read.input_names), {}
@@ -89,7 +90,7 @@ class TorchFile:
         wanted = [tuple(map(int, each.shape)) for each in self._read.inputs]
         got = [tuple(each.shape) for each in tensors]
         given = [_as_stored(*each) for each in zip(tensors, self._read.inputs, strict=False)]
-        batch = wanted[0][0]
+        batch = wanted[0][0]  # a file takes batches of one size: more samples run in pieces
         if len(got) != len(wanted) or any(a.shape[1:] != b[1:] for a, b in zip(given, wanted, strict=True)):
             raise ValueError(f"the .tflite file stores inputs of the shapes {wanted}, got tensors of {got}")
         parts = [self._run([each[start : start + batch] for each in given]) for start in range(0, len(given[0]), batch)]
@@ -101,7 +102,7 @@ def _as_stored(x: Tensor, end: Any) -> Array:
     values: Array = x.detach().cpu().permute(layout(x.dim())).contiguous().numpy()
     if (grid := end.quantization) is None or grid.scale is None:
         return values
-    codes = np.round(values / np.float32(grid.scale[0])) + grid.zeroPoint[0]
+    codes = np.round(values / np.float32(grid.scale[0])) + grid.zeroPoint[0]  # in float32, halves to even, as torch
     return np.asarray(np.clip(codes, LOWEST, HIGHEST), np.int8)
 
 
@@ -134,7 +135,7 @@ def verify_litert(
 
 @in_full_precision
 def compare_litert_layers(
-    path: str | os.PathLike[str], model: torch.nn.Module, inputs: Any, *, engine: str = "xnnpack"
+    path: str | os.PathLike[str], model: torch.nn.Module, inputs: Inputs, *, engine: str = "xnnpack"
 ) -> list[LayerDifference]:
     """Compare every quantizer's integers between an engine and torch, layer by layer.
 
@@ -149,17 +150,18 @@ def compare_litert_layers(
 
 
 def litert_following(path: str | os.PathLike[str], model: torch.nn.Module, engine: str) -> Follow:
-    """`Follow` of a .tflite file in an engine."""
+    """Return the `Follow` of a .tflite file in an engine."""
     copied, file = evaluation_copy(model, fold_quantizers=True), ReadFile(Path(path).read_bytes())
     calls = quantizer_calls(copied)
     paths = {name: path for path, names in calls.items() for name in names if name in file.names}
     run = TorchFile(Path(path).read_bytes(), engine)
     codes_of = TorchFile(file.with_outputs([*paths]), engine, codes=True)
 
-    def follow(inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
+    def follow(inputs: Inputs) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
         integers = {}
         for (name, quantizer_path), codes in zip(paths.items(), codes_of(inputs), strict=True):
-            quantizer: Any = copied.get_submodule(quantizer_path)
+            quantizer = copied.get_submodule(quantizer_path)
+            assert isinstance(quantizer, Quantizer)
             # The follower takes integers as `stored_qparams` does; a file has the highest at 127.
             shift = HIGHEST - quantizer.bounds()[1] - stored_offset(quantizer)
             integers[name] = codes.int() - shift

@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,7 +34,7 @@ def export_litert(
     batch: int = 1,
     integer_ends: bool = False,
     four_bits: bool = False,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
 ) -> None:
     """Write the model for LiteRT (TensorFlow Lite) and TensorFlow Lite Micro.
 
@@ -65,15 +64,15 @@ def export_litert(
 
 
 class UnwritableWarning(UserWarning):
-    """`export_litert` will refuse the prepared model."""
+    """Warning that `export_litert` will refuse the prepared model."""
 
 
 def warn_of_unwritable(model: nn.Module, example_inputs: Inputs) -> None:
-    """Warn of what `export_litert` will refuse, by writing a copy that nobody reads."""
+    """Warn of what `export_litert` will refuse, by writing a file that is thrown away."""
     copied = copy.deepcopy(model)
     for quantizer in copied.modules():
         if isinstance(quantizer, Quantizer):
-            quantizer.mark_calibrated()
+            quantizer.mark_calibrated()  # any range will do: only the operations matter
     try:
         translated(copied, example_inputs)
     except Exception as error:  # whatever it is, the model is prepared
@@ -84,16 +83,16 @@ def warn_of_unwritable(model: nn.Module, example_inputs: Inputs) -> None:
 def translated(
     model: nn.Module, example_inputs: Inputs, batch: int = 1, integer_ends: bool = False, four_bits: bool = False
 ) -> Translation:
-    """The model written; a ValueError names all that LiteRT cannot take."""
+    """Write a model; a ValueError names all operations that LiteRT cannot take."""
     require_litert("export_litert")
     inside = wrapped(model)
     model = model if inside is None else inside[1]
     check_exportable(model, "export_litert")
 
-    def ready(x: Any) -> Any:
-        return x.detach().cpu().float()[:1].expand(batch, *x.shape[1:]).clone() if isinstance(x, Tensor) else x
+    def ready(x: Tensor) -> Tensor:
+        return x.detach().cpu().float()[:1].expand(batch, *x.shape[1:]).clone()
 
-    args, options = as_arguments(pytree.tree_map(ready, example_inputs))
+    args, options = as_arguments(pytree.tree_map_only(Tensor, ready, example_inputs))
     frozen = frozen_for("export_litert", evaluation_copy(model), LiteRTOperations())
     if isinstance(frozen, fx.GraphModule):
         copy_written_inputs(frozen)

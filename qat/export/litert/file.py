@@ -1,10 +1,10 @@
-"""The contents of a .tflite file: `ModelFile` writes, `ReadFile` reads."""
+"""The contents of a .tflite file: `ModelFile` writes them, `ReadFile` reads them."""
 
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,28 +12,31 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+Option: TypeAlias = bool | int | float | str | Sequence[int]
+Channels = tuple[Sequence[float], int]
+"""Scales of the channels of a constant, and their axis; the zero points are 0."""
 
 ALIGNMENT = 16
-"""Bytes: what kernels expect of constants."""
+"""Bytes to whose multiples kernels expect constants to be aligned."""
 
 VERSIONS = {
     "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4, "HARD_SWISH": 1, "RESHAPE": 1,
     "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3, "SUB": 3, "TRANSPOSE_CONV": 3,
 }  # fmt: skip
-"""Of operators, the version that has all that is used of them, where it is not the second."""
+"""Version of an operator that has all that is used here, where it is not the second."""
 
 OPTIONS = {
     "AVERAGEPOOL2D": "POOL2D", "MAXPOOL2D": "POOL2D", "MAXIMUM": "MAXIMUMMINIMUM", "MINIMUM": "MAXIMUMMINIMUM",
     "MEAN": "REDUCER",
 }  # fmt: skip
-"""The schema's names of options, where they are not those of the operator."""
+"""Names of options in the schema, where they are not those of the operator."""
 
 LOWEST, HIGHEST = -128, 127
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The integers low .. high of int8; fewer than 256 end at 127, where int8 saturates.
+    """Integers low .. high of int8; fewer than 256 end at 127, where int8 saturates.
 
     An integer q stands for (q - zero_point) * scale.
     """
@@ -45,24 +48,24 @@ class Grid:
 
     @classmethod
     def of(cls, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None) -> "Grid":
-        """The grid of a frozen quantizer, whatever type its integers are stored in."""
+        """Return the grid of a frozen quantizer, whatever type its integers are stored in."""
         limits = torch.iinfo(zero_point.dtype)
         first, last = (limits.min, limits.max) if low is None or high is None else (int(low), int(high))
-        shift = HIGHEST - last
+        shift = HIGHEST - last  # from uint8, or from fewer bits that end below 127
         return cls(float(scale), int(zero_point) + shift, first + shift, HIGHEST)
 
     def code(self, value: float) -> int:
-        """The integer of a value, which may be infinite."""
+        """Return the integer of a value, which may be infinite."""
         rounded = float((torch.tensor(value) / self.scale).round()) + self.zero_point  # in float32, as a quantizer does
         return int(max(self.low, min(self.high, rounded)))
 
     def holds(self, bound: float) -> bool:
-        """True if a bound of values lies on a level, or beyond all of them."""
+        """Return True if a bound of values lies on a level, or beyond all levels."""
         level = bound / self.scale + self.zero_point
-        return not self.low < level < self.high or abs(level - round(level)) < 1e-4
+        return not self.low < level < self.high or abs(level - round(level)) < 1e-4  # scales are float32
 
     def fused(self, low: int, high: int) -> tuple[str, int, int]:
-        """The tightest fused activation that keeps low .. high, and its bounds."""
+        """Return the tightest fused activation that keeps low .. high, and its bounds."""
         best = ("NONE", LOWEST, HIGHEST)
         for name, first, last in (("RELU", self.zero_point, HIGHEST), ("RELU6", self.zero_point, self.code(6.0))):
             if best[1] <= first <= low and high <= last <= best[2] and (first, last) != best[1:]:
@@ -85,22 +88,21 @@ class ModelFile:
         self._options = {name.upper(): name for name in vars(schema.BuiltinOptions)}
         self.tensors: list[Any] = []
         self._graph = schema.SubGraphT(name="main", tensors=self.tensors, operators=[])
-        self._buffers: list[Any] = [schema.BufferT()]
+        self._buffers: list[Any] = [schema.BufferT()]  # the schema reserves the first, for tensors without values
         self._codes: dict[str, int] = {}
-        self._constants: dict[tuple[Any, ...], int] = {}
+        self._constants: dict[tuple[object, ...], int] = {}
 
-    def tensor(self, name: str, shape: Sequence[int], kind: str, grid: Grid | None = None, channels: Any = None) -> int:
-        """Add a tensor of the schema's kind, and give its number.
-
-        It has a grid, or `channels`: scales along an axis, with zero point 0, and the axis.
-        """
+    def tensor(
+        self, name: str, shape: Sequence[int], kind: str, grid: Grid | None = None, channels: Channels | None = None
+    ) -> int:
+        """Add a tensor, on a grid or on one for each channel, and return its number."""
         if grid is FLOAT:
             kind, grid = "FLOAT32", None
         sizes = tuple(map(int, shape))
         quantization = None
         if grid is not None or channels is not None:
-            scales, axis = ([grid.scale], 0) if grid is not None else channels
-            zero_points = [0 if grid is None else grid.zero_point] * len(scales)
+            scales, axis = channels or ([grid.scale if grid else 0.0], 0)
+            zero_points = [grid.zero_point if grid else 0] * len(scales)
             quantization = self.schema.QuantizationParametersT(
                 scale=[*map(float, scales)], zeroPoint=zero_points, quantizedDimension=axis
             )
@@ -110,9 +112,9 @@ class ModelFile:
         return len(self.shapes) - 1
 
     def constant(
-        self, name: str, values: Array, grid: Grid | None = None, channels: Any = None, packed: bool = False
+        self, name: str, values: Array, grid: Grid | None = None, channels: Channels | None = None, packed: bool = False
     ) -> int:
-        """Add a tensor with values, and give its number; equal ones are stored once."""
+        """Add a tensor with values and return its number; equal ones are stored once."""
         key = (values.tobytes(), values.shape, values.dtype, grid, None if channels is None else str(channels), packed)
         if key not in self._constants:
             kind = "INT4" if packed else values.dtype.name.upper()
@@ -120,8 +122,8 @@ class ModelFile:
             self.tensors[number].buffer = self._buffer(_in_nibbles(values) if packed else values)
         return self._constants[key]
 
-    def operator(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], **options: Any) -> None:
-        """Add an operator; options by the names of the schema."""
+    def operator(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], **options: Option) -> None:
+        """Add an operator, with options by their names in the schema."""
         made = self.schema.OperatorT(self._codes.setdefault(kind, len(self._codes)), [*inputs], [*outputs])
         name = kind.replace("_", "")
         if name := self._options.get(f"{OPTIONS.get(name, name)}OPTIONS", ""):  # LOGISTIC and TANH have none
@@ -130,19 +132,20 @@ class ModelFile:
         self._graph.operators.append(made)
 
     def in_float(self, tensor: int) -> int:
-        """The tensor in float32; what has no grid stays as it is."""
+        """Return the tensor in float32; one without a grid is returned as it is."""
         if self.tensors[tensor].quantization is None:
             return tensor
         made = self.tensor(f"floats_{len(self.shapes)}", self.shapes[tensor], "FLOAT32")
         self.operator("DEQUANTIZE", [tensor], [made])
         return made
 
-    def packed(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, Any]) -> bytes:
-        """The file, with these named inputs and outputs, and notes as JSON metadata."""
+    def packed(self, inputs: Mapping[str, int], outputs: Mapping[str, int], notes: Mapping[str, object]) -> bytes:
+        """Return the file with these named inputs and outputs, and notes as JSON metadata."""
         schema, builtin = self.schema, self.schema.BuiltinOperator
         self._graph.inputs, self._graph.outputs = [*inputs.values()], [*outputs.values()]
         ends = ([schema.TensorMapT(*each) for each in named.items()] for named in (inputs, outputs))
         most, numbers = builtin.PLACEHOLDER_FOR_GREATER_OP_CODES, {each: getattr(builtin, each) for each in self._codes}
+        # Old readers know the first 127 operators, in a field of 8 bits.
         codes = [schema.OperatorCodeT(min(n, most), None, VERSIONS.get(each, 2), n) for each, n in numbers.items()]
         texts = {key: np.frombuffer(json.dumps(value).encode(), np.uint8) for key, value in notes.items()}
         noted = [schema.MetadataT(key, self._buffer(text)) for key, text in texts.items()]
@@ -154,7 +157,7 @@ class ModelFile:
 
     def _buffer(self, values: Array) -> int:
         class Aligned(self.schema.BufferT):  # type: ignore[misc, name-defined]
-            # The schema's own packs bytes wherever they fall.
+            # The schema's class packs bytes without regard to their alignment.
 
             def Pack(self, builder: Any) -> Any:  # noqa: N802 - the schema's name
                 builder.Prep(ALIGNMENT, len(self.data))
@@ -164,8 +167,7 @@ class ModelFile:
         return len(self._buffers) - 1
 
 
-def _in_nibbles(values: Array) -> Array:
-    # Two integers in a byte, the first in the lower half.
+def _in_nibbles(values: Array) -> Array:  # two integers in a byte, the first in its lower half
     flat = values.reshape(-1).astype(np.uint8) & 15
     flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
     return flat[::2] | flat[1::2] << 4
@@ -180,13 +182,13 @@ def _in_bytes(model: Any) -> bytes:
 
 
 def require_litert(caller: str) -> None:
-    """Raise an ImportError that says what to install."""
+    """Raise an ImportError that says how to install ai-edge-litert if it is missing."""
     if importlib.util.find_spec("ai_edge_litert") is None:
         raise ImportError(f"{caller}: ai-edge-litert is not installed; pip install ste-qat[litert]")
 
 
 class ReadFile:
-    """The first graph of a file: its tensors, their names, its ends and notes."""
+    """First graph of a file: its tensors, their names, its inputs, outputs and notes."""
 
     def __init__(self, data: bytes) -> None:
         require_litert("a .tflite file")
@@ -205,12 +207,12 @@ class ReadFile:
         self.outputs = [self.tensors[number] for number in self._graph.outputs]
 
     def operators(self) -> Iterator[tuple[str, Any]]:
-        """Name and object of every operator, in order."""
+        """Yield the name and object of every operator, in order."""
         for each in self._graph.operators:
             yield self._kinds[self._model.operatorCodes[each.opcodeIndex].builtinCode], each
 
     def notes(self) -> dict[str, Any]:
-        """The metadata that is JSON."""
+        """Return the metadata that is JSON."""
         found = {}
         for note in self._model.metadata or []:
             try:
@@ -220,6 +222,6 @@ class ReadFile:
         return found
 
     def with_outputs(self, names: Sequence[str]) -> bytes:
-        """The file with these tensors as its outputs, in this order."""
+        """Return the file with these tensors as its outputs, in this order."""
         self._graph.outputs, self._model.signatureDefs = [self.names.index(name) for name in names], []
         return _in_bytes(self._model)

@@ -1,4 +1,4 @@
-"""Facts of a .tflite file for firmware: bytes as C, multipliers of kernels, memory."""
+"""Facts of a .tflite file for firmware: bytes as C, multipliers, memory."""
 
 import csv
 import math
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from qat.export.litert.engines import open_micro
 from qat.export.litert.file import ReadFile
@@ -17,7 +16,7 @@ COLUMNS = ("layer", "operator", "channel", "multiplier", "shift", "input_zero_po
 
 
 def quantized_multiplier(real: float) -> tuple[int, int]:
-    """Multiplier of 31 bits and shift: real = multiplier * 2**(shift - 31), nearly.
+    """Return multiplier (31 bits) and shift: real ~ multiplier * 2**(shift - 31).
 
     >>> quantized_multiplier(0.75), quantized_multiplier(1.0)
     ((1610612736, 0), (1073741824, 1))
@@ -30,14 +29,14 @@ def quantized_multiplier(real: float) -> tuple[int, int]:
 
 
 def write_multipliers(data: bytes, path: Path) -> None:
-    """Write how kernels bring int32 sums to int8, as CSV.
+    """Write the factors with which kernels bring int32 sums to int8, as CSV.
 
     int8 = sum * multiplier * 2**(shift - 31) + output_zero_point, a row for every channel of the convolutions and
     linear layers, in the order in which they run; multiplier and shift are `QuantizeMultiplier`'s of TensorFlow Lite,
     for input_scale * weight_scale / output_scale.
     """
     file = ReadFile(data)
-    rows: list[tuple[Any, ...]] = [COLUMNS]
+    rows: list[tuple[str | int, ...]] = [COLUMNS]
     for kind, each in file.operators():
         if kind not in ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED"):
             continue
@@ -54,11 +53,11 @@ def write_multipliers(data: bytes, path: Path) -> None:
 
 
 def arena_bytes(data: bytes) -> int:
-    """Bytes that TensorFlow Lite Micro takes on this machine, whose pointers have 64 bits."""
+    """Return the bytes that TensorFlow Lite Micro takes here, with 64-bit pointers."""
     made = open_micro(data)
     with tempfile.TemporaryFile() as file:
         kept = os.dup(2)
-        os.dup2(file.fileno(), 2)  # it prints
+        os.dup2(file.fileno(), 2)  # the interpreter has no call for the number: it prints it from C
         try:
             made.print_allocations()
         finally:
@@ -85,7 +84,7 @@ def write_c_array(data: bytes, path: Path) -> str:
 
 
 def vela_estimate(path: Path, accelerator: str) -> dict[str, float]:
-    """Cycles of one inference, and kibibytes of SRAM and flash, by Arm's compiler.
+    """Estimate cycles of an inference, and KiB of SRAM and flash, by Arm's compiler.
 
     Raises:
         ValueError: with the compiler's last line, if it fails.

@@ -15,16 +15,17 @@ from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid
 from qat.export.litert.products import VALID, pad, padded, pair
 from qat.export.litert.values import ANY, Axes, Coded, Pending, Shape, UnwritableError, Weight, Writer, layout
 
-Handler = Callable[..., Any]
+Result = Coded | Pending
+Handler = Callable[..., Result]
 
 PROBABILITIES, ANGLES = (1 / 256, LOWEST), (1 / 128, 0)
-"""Scale and zero point that LiteRT's kernels give sigmoid and softmax, and tanh."""
+"""Scale and zero point that LiteRT's kernels prescribe for sigmoid and softmax, and for tanh."""
 
 
 def binary(kind: str) -> Handler:
-    """ADD, SUB or MUL, on any grids, of tensors and numbers."""
+    """Return the handler of ADD, SUB or MUL of tensors and numbers, on any grids."""
 
-    def handler(writer: Writer, shape: Shape, a: Any, b: Any, alpha: float = 1) -> Pending:
+    def handler(writer: Writer, shape: Shape, a: object, b: object, alpha: float = 1) -> Pending:
         if alpha != 1:
             raise UnwritableError(f"{kind} with alpha={alpha} is not written; multiply first")
         wide = _as_wide(writer, shape, kind, (a, b))
@@ -38,19 +39,19 @@ def binary(kind: str) -> Handler:
     return handler
 
 
-def _as_wide(writer: Writer, shape: Shape, operation: str, operands: Sequence[Any]) -> list[Coded]:
+def _as_wide(writer: Writer, shape: Shape, operation: str, operands: Sequence[object]) -> list[Coded]:
     read = [writer.coded(each, operation) for each in operands]
     ones = [(1,) * (len(shape) - len(each.axes.dims)) for each in read]
     return [moved(x, front + x.axes.shape, writer) if x.axes.sizes else x for x, front in zip(read, ones, strict=True)]
 
 
 def extreme(kind: str) -> Handler:
-    """MAXIMUM or MINIMUM."""
+    """Return the handler of MAXIMUM or MINIMUM."""
     return lambda writer, shape, *operands: _joined(writer, shape, kind, _as_wide(writer, shape, kind, operands))
 
 
-def leaky_relu(writer: Writer, shape: Shape, x: Any, slope: float = 0.01) -> Pending:
-    """max(x, slope * x), or the smaller one for a slope above 1."""
+def leaky_relu(writer: Writer, shape: Shape, x: object, slope: float = 0.01) -> Pending:
+    """Write max(x, slope * x), or the smaller one for a slope above 1."""
     x = writer.coded(x, "a leaky ReLU")
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
@@ -66,9 +67,9 @@ def leaky_relu(writer: Writer, shape: Shape, x: Any, slope: float = 0.01) -> Pen
 
 
 def unary(kind: str, fixed: tuple[float, int] | None = None, **options: Any) -> Handler:
-    """An activation; `fixed` is the only grid that its kernels have."""
+    """Return the handler of an activation; `fixed` is the only grid of its kernels."""
 
-    def handler(writer: Writer, shape: Shape, x: Any, *_: Any) -> Pending:
+    def handler(writer: Writer, shape: Shape, x: object, *_: object) -> Pending:
         x = writer.coded(x, kind)
 
         def emit(grid: Grid, low: float, high: float) -> Coded:
@@ -84,20 +85,20 @@ def unary(kind: str, fixed: tuple[float, int] | None = None, **options: Any) -> 
     return handler
 
 
-def softmax(writer: Writer, shape: Shape, x: Any, axis: int, *_: Any) -> Any:
-    """SOFTMAX, over the last axis."""
+def softmax(writer: Writer, shape: Shape, x: object, axis: int, *_: object) -> Result:
+    """Write SOFTMAX over the last axis."""
     if layout(len(shape))[-1] != axis % len(shape):
         raise UnwritableError(f"LiteRT's SOFTMAX runs over the last stored axis only, not over axis {axis}")
     return unary("SOFTMAX", PROBABILITIES, beta=1.0)(writer, shape, x)
 
 
-def hardsigmoid(writer: Writer, shape: Shape, x: Any) -> Pending:
-    """clamp(x / 6 + 1/2, 0, 1), as a depthwise convolution of one pixel."""
+def hardsigmoid(writer: Writer, shape: Shape, x: object) -> Pending:
+    """Write clamp(x / 6 + 1/2, 0, 1) as a depthwise convolution of one pixel."""
     x = writer.coded(x, "hardsigmoid")
     image = moved(x, (*shape, *(1,) * (4 - len(shape))), writer)
     channels = image.axes.shape[1]
-    # x / 6 + 1/2 = (q * code + bias) * step with step = scale / (6 * code), so bias is 3 * code / scale; we take the
-    # code for which it is nearly whole.
+    # x / 6 + 1/2 = (q * code + bias) * step with step = scale / (6 * code), so bias is 3 * code / scale. The bias is
+    # rounded: take the code for which it is nearly whole.
     biases = {code: 3 * code / x.grid.scale for code in range(HIGHEST // 2, HIGHEST + 1)}
     code, bias = min(biases.items(), key=lambda each: abs(each[1] - round(each[1])))
 
@@ -117,7 +118,7 @@ def hardsigmoid(writer: Writer, shape: Shape, x: Any) -> Pending:
 def _one_channel_each(
     writer: Writer, grid: Grid, kernel: Sequence[int], channels: int, weight: tuple[int, int], bias: int
 ) -> list[int]:
-    # Weight and bias of a depthwise convolution: everywhere code / (divisor * code), with the bias in its steps.
+    # Weight and bias of a depthwise convolution: every weight is code / (divisor * code), and the bias is in its steps.
     code, divisor = weight
     step = 1 / (divisor * code)
     codes, sums = np.full((1, *kernel, channels), code, np.int8), np.full(channels, bias, np.int32)
@@ -127,8 +128,8 @@ def _one_channel_each(
     ]
 
 
-def clamp(writer: Writer, shape: Shape, x: Any, low: float | None = None, high: float | None = None) -> Any:
-    """Bounds: of a result that waits for its grid, or of integers."""
+def clamp(writer: Writer, shape: Shape, x: object, low: float | None = None, high: float | None = None) -> Result:
+    """Bound a result that waits for its grid, or integers."""
     bounds = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
     if isinstance(x, Pending):
         return Pending(x.emit, x.operation, max(x.low, bounds[0]), min(x.high, bounds[1]))
@@ -144,13 +145,15 @@ def clamp(writer: Writer, shape: Shape, x: Any, low: float | None = None, high: 
     return Pending(emit, "a clamp", *bounds)  # a bound between two levels is one of the next grid's
 
 
-def mean(writer: Writer, shape: Shape, x: Any, axes: Sequence[int] | None = None, *_: Any, **__: Any) -> Pending:
-    """MEAN, onto any grid."""
+def mean(
+    writer: Writer, shape: Shape, x: object, axes: Sequence[int] | None = None, *_: object, **__: object
+) -> Result:
+    """Write MEAN, onto any grid."""
     x = writer.coded(x, "a mean")
     before, rank = x.axes.shape, len(x.axes.dims)
-    averaged = {axis % rank for axis in (axes or range(rank))}
+    averaged = {axis % rank for axis in axes or range(rank)}
     if rank == 4 and averaged == {2, 3}:
-        return view(writer, shape, average(writer, (*before[:2], 1, 1), x, before[2:]))  # type: ignore[no-any-return]
+        return view(writer, shape, average(writer, (*before[:2], 1, 1), x, before[2:]))  # of whole images
     stored = [place for place, axis in enumerate(layout(rank)) if axis in averaged]
     kept = tuple(1 if axis in averaged else size for axis, size in enumerate(before))
 
@@ -161,8 +164,8 @@ def mean(writer: Writer, shape: Shape, x: Any, axes: Sequence[int] | None = None
     return Pending(emit, "a mean")
 
 
-def adaptive_average(writer: Writer, shape: Shape, x: Any, sizes: Sequence[int]) -> Pending:
-    """AVERAGE_POOL_2D of equal windows; MEAN is off by up to 3/4 of a level."""
+def adaptive_average(writer: Writer, shape: Shape, x: object, sizes: Sequence[int]) -> Pending:
+    """Write AVERAGE_POOL_2D of equal windows; MEAN is off by up to 3/4 of a level."""
     x = writer.coded(x, "an average")
     both = [divmod(size, wanted) for size, wanted in zip(x.axes.shape[-2:], shape[-2:], strict=True)]
     if any(rest for _, rest in both):
@@ -171,34 +174,35 @@ def adaptive_average(writer: Writer, shape: Shape, x: Any, sizes: Sequence[int])
 
 
 def average(
-    writer: Writer, shape: Shape, x: Any, kernel: Sequence[int], stride: Sequence[int] = (),
+    writer: Writer, shape: Shape, x: object, kernel: Sequence[int], stride: Sequence[int] = (),
     padding: Sequence[int] = (0, 0), ceil: bool = False, count_margins: bool = True, divisor: int | None = None,
 ) -> Pending:  # fmt: skip
-    """AVERAGE_POOL_2D, or onto another grid a DEPTHWISE_CONV_2D of ones."""
+    """Write AVERAGE_POOL_2D, or onto another grid a DEPTHWISE_CONV_2D of ones."""
     x = writer.coded(x, "an average")
     if ceil or divisor or (any(padding) and not count_margins):
         raise UnwritableError("average pooling with ceil_mode, a divisor, or margins that do not count is not written")
     steps = list(stride or kernel)
-    strides = {"strideH": steps[0], "strideW": steps[1], "padding": VALID}
+    strides: dict[str, Any] = {"strideH": steps[0], "strideW": steps[1], "padding": VALID}
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         margins = [(0, 0), *((each, each) for each in padding), (0, 0)]
         tensor = writer.stored(pad(writer, x, margins) if any(padding) else x)
         if grid is FLOAT or (grid.scale, grid.zero_point) == (x.grid.scale, x.grid.zero_point):
-            window = {"filterHeight": kernel[0], "filterWidth": kernel[1], **strides}
+            window: dict[str, Any] = {"filterHeight": kernel[0], "filterWidth": kernel[1], **strides}
             return writer.result("AVERAGE_POOL_2D", [tensor], shape, grid, (low, high), fuses=True, **window)
         inputs = [tensor, *_one_channel_each(writer, x.grid, kernel, shape[1], (64, math.prod(kernel)), 0)]
-        options = {"depthMultiplier": 1, **strides}
-        return writer.result("DEPTHWISE_CONV_2D", inputs, shape, grid, (low, high), fuses=True, **options)
+        return writer.result(
+            "DEPTHWISE_CONV_2D", inputs, shape, grid, (low, high), fuses=True, depthMultiplier=1, **strides
+        )
 
     return Pending(emit, "an average")
 
 
 def maximum(
-    writer: Writer, shape: Shape, x: Any, kernel: Sequence[int], stride: Sequence[int] = (),
-    padding: Sequence[int] = (0, 0), dilation: Sequence[int] = (1, 1), *_: Any,
+    writer: Writer, shape: Shape, x: object, kernel: Sequence[int], stride: Sequence[int] = (),
+    padding: Sequence[int] = (0, 0), dilation: Sequence[int] = (1, 1), *_: object,
 ) -> Coded:  # fmt: skip
-    """MAX_POOL_2D, on the grid of x."""
+    """Write MAX_POOL_2D, on the grid of x."""
     x = writer.coded(x, "max pooling")
     kernel, steps, margins = (pair(each) for each in (kernel, stride or kernel, padding))
     if any(each != 1 for each in dilation):
@@ -210,14 +214,14 @@ def maximum(
     )  # fmt: skip
 
 
-def concatenation(writer: Writer, shape: Shape, tensors: Sequence[Any], axis: int = 0) -> Any:
-    """CONCATENATION."""
+def concatenation(writer: Writer, shape: Shape, tensors: Sequence[object], axis: int = 0) -> Result:
+    """Write CONCATENATION."""
     parts = [writer.coded(each, "a concatenation") for each in tensors]
     return _joined(writer, shape, "CONCATENATION", parts, axis=layout(len(shape)).index(axis % len(shape)))
 
 
-def _joined(writer: Writer, shape: Shape, kind: str, parts: Sequence[Coded], **options: Any) -> Any:
-    # an operator whose operands all lie on the grid of the result
+def _joined(writer: Writer, shape: Shape, kind: str, parts: Sequence[Coded], **options: Any) -> Result:
+    # The kernels need all operands on the grid of the result.
     def emit(grid: Grid, low: float, high: float) -> Coded:
         inputs = [writer.stored(writer.requantized(each, grid)) for each in parts]
         bounds = (low, high) if grid is FLOAT else None
@@ -228,7 +232,7 @@ def _joined(writer: Writer, shape: Shape, kind: str, parts: Sequence[Coded], **o
 
 
 def moved(x: Coded, shape: Sequence[int], writer: Writer) -> Coded:
-    """x in another shape."""
+    """Return x in another shape."""
     axes = x.axes.viewed(shape)
     if axes is not None:
         return Coded(x.tensor, axes, x.grid)
@@ -236,9 +240,9 @@ def moved(x: Coded, shape: Sequence[int], writer: Writer) -> Coded:
 
 
 def moving(move: Callable[..., Coded]) -> Handler:
-    """A handler of moves: of integers, or behind an operation that waits for its grid."""
+    """Return a handler of moves, of integers or of results that wait for a grid."""
 
-    def handler(writer: Writer, shape: Shape, x: Any, *args: Any, **options: Any) -> Any:
+    def handler(writer: Writer, shape: Shape, x: object, *args: object, **options: object) -> Result:
         if isinstance(x, Pending):
             emit = x.emit
             return replace(x, emit=lambda *bounds: move(writer, shape, emit(*bounds), *args, **options))
@@ -248,21 +252,21 @@ def moving(move: Callable[..., Coded]) -> Handler:
 
 
 @moving
-def view(writer: Writer, shape: Shape, x: Coded, *_: Any, **__: Any) -> Coded:
-    """Another shape, or what changes no value: without an operator."""
+def view(writer: Writer, shape: Shape, x: Coded, *_: object, **__: object) -> Coded:
+    """Change the shape alone; it needs no operator."""
     return moved(x, shape, writer)
 
 
 @moving
 def permutation(writer: Writer, shape: Shape, x: Coded, order: Sequence[int]) -> Coded:
-    """Another order of the axes, without an operator."""
+    """Change the order of the axes; it needs no operator by itself."""
     return Coded(x.tensor, x.axes.permuted([axis % len(order) for axis in order]), x.grid)
 
 
-def transposition(writer: Writer, shape: Shape, x: Any, *axes: int) -> Any:
-    """Two axes exchanged."""
+def transposition(writer: Writer, shape: Shape, x: object, first: int, second: int) -> Result:
+    """Exchange two axes."""
     order = list(range(len(shape)))
-    order[axes[0]], order[axes[1]] = order[axes[1]], order[axes[0]]
+    order[first], order[second] = order[second], order[first]
     return permutation(writer, shape, x, order)
 
 
@@ -270,9 +274,10 @@ def transposition(writer: Writer, shape: Shape, x: Any, *axes: int) -> Any:
 def zero_margins(
     writer: Writer, shape: Shape, x: Coded, margins: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Coded:
-    """PAD with zeros."""
+    """Write PAD with zeros."""
     if mode != "constant" or value:
         raise UnwritableError(f"padding with {value or mode} is not written; only 0 lies on every grid")
+    # torch lists the margins of the last axis first.
     pairs = [(0, 0)] * (len(shape) - len(margins) // 2) + list(zip(margins[-2::-2], margins[-1::-2], strict=True))
     return pad(writer, x, [pairs[axis] for axis in layout(len(shape))])
 
@@ -281,42 +286,44 @@ def zero_margins(
 def part(
     writer: Writer, shape: Shape, x: Coded, axis: int = 0, first: int | None = 0, end: int | None = None, step: int = 1
 ) -> Coded:
-    """STRIDED_SLICE along one axis."""
+    """Write STRIDED_SLICE along one axis."""
     return writer.sliced(x, shape, {axis % len(shape): slice(first, end, step)})
 
 
 @moving
 def chosen(writer: Writer, shape: Shape, x: Coded, axis: int, index: int) -> Coded:
-    """One place of an axis."""
+    """Select one index along an axis."""
     before = x.axes.shape
     axis, index = axis % len(before), index % before[axis]
-    kept: Coded = part(writer, (*before[:axis], 1, *before[axis + 1 :]), x, axis, index, index + 1)
-    return moved(kept, shape, writer)
+    kept = (*before[:axis], 1, *before[axis + 1 :])
+    return moved(writer.sliced(x, kept, {axis: slice(index, index + 1)}), shape, writer)
 
 
-def splitting(writer: Writer, shapes: Any, x: Any, size: Any, axis: int = 0) -> list[Coded]:
-    """SPLIT into equal parts, or a STRIDED_SLICE for each."""
+def splitting(writer: Writer, shapes: Sequence[Shape], x: object, _: object, axis: int = 0) -> list[Coded]:
+    """Write SPLIT into equal parts, or a STRIDED_SLICE for each."""
     x = writer.coded(x, "a split")
+    axis %= len(shapes[0])
     if len(set(shapes)) == 1:
-        inputs = [writer.numbers([layout(len(shapes[0])).index(axis % len(shapes[0]))]), writer.stored(x)]
+        inputs = [writer.numbers([layout(len(shapes[0])).index(axis)]), writer.stored(x)]
         return writer.parts("SPLIT", inputs, shapes[0], x.grid, len(shapes))
     ends = np.cumsum([shape[axis] for shape in shapes]).tolist()
-    return [part(writer, shape, x, axis, end - shape[axis], end) for shape, end in zip(shapes, ends, strict=True)]
+    kept = [slice(end - shape[axis], end) for shape, end in zip(shapes, ends, strict=True)]
+    return [writer.sliced(x, shape, {axis: each}) for shape, each in zip(shapes, kept, strict=True)]
 
 
 def rearranged(split: Callable[..., Sequence[int]], order: Sequence[int]) -> Handler:
-    """Axes split, permuted and merged; `split` takes the result's shape and the number."""
+    """Return a handler of axes split by `split(*sizes, number)`, permuted and merged."""
 
-    def handler(writer: Writer, shape: Shape, x: Any, number: int) -> Any:
+    def handler(writer: Writer, shape: Shape, x: object, number: int) -> Result:
         return view(writer, shape, permutation(writer, (), view(writer, split(*shape, number), x), order))
 
     return handler
 
 
 def resized(kind: str, **options: bool) -> Handler:
-    """RESIZE_NEAREST_NEIGHBOR or RESIZE_BILINEAR, on the grid of x."""
+    """Return the handler of a RESIZE operator, on the grid of x."""
 
-    def handler(writer: Writer, shape: Shape, x: Any, _: Any, *args: Any) -> Coded:
+    def handler(writer: Writer, shape: Shape, x: object, _: object, *args: Any) -> Coded:
         x, (*corners, factors) = writer.coded(x, "an interpolation"), args
         for size, wanted, factor in zip(x.axes.shape[2:], shape[2:], factors or (), strict=False):
             if round(size * factor, 6) != wanted:
@@ -328,18 +335,18 @@ def resized(kind: str, **options: bool) -> Handler:
     return handler
 
 
-def of_rows(handler: Handler, first: Sequence[int | None]) -> Handler:
-    """A handler for three axes, from one for images of one row.
+def of_rows(handler: Callable[..., object], first: Sequence[int | None]) -> Handler:
+    """Return a handler for three axes that calls one for images with a single row.
 
-    `first` are the numbers for the rows, in the arguments behind x.
+    `first` are the numbers that stand for that row in the arguments behind x.
     """
 
-    def wide(value: Any, first: int | None) -> Any:
+    def wide(value: object, first: int | None) -> object:
         if isinstance(value, Weight) and value.codes.dim() == 3:
             return replace(value, codes=value.codes.unsqueeze(2))
         return [first, *value] if first is not None and isinstance(value, (list, tuple)) and value else value
 
-    def on_rows(writer: Writer, shape: Shape, x: Any, *args: Any) -> Any:
+    def on_rows(writer: Writer, shape: Shape, x: object, *args: object) -> Result:
         x = writer.coded(x, "a layer")
         image = moved(x, (*x.axes.shape[:-1], 1, x.axes.shape[-1]), writer)
         given = [wide(*each) for each in zip_longest(args, first[: len(args)])]

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Array, Grid
+from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Array, Grid, Option
 from qat.export.litert.values import Axes, Coded, Pending, Shape, UnwritableError, Weight, Writer, layout, stored_sizes
 
 SAME, VALID = 0, 1
@@ -18,11 +17,11 @@ LARGEST_BIAS = 2**30
 
 
 def convolution(
-    writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None, stride: Sequence[int] = (1, 1),
+    writer: Writer, shape: Shape, x: object, weight: object, bias: object = None, stride: Sequence[int] = (1, 1),
     padding: Sequence[int] | str = (0, 0), dilation: Sequence[int] = (1, 1), groups: int = 1,
 ) -> Pending:  # fmt: skip
-    """CONV_2D, or DEPTHWISE_CONV_2D if every input channel is a group of its own."""
-    x = _operands(writer, x, weight, bias)
+    """Write CONV_2D, or DEPTHWISE_CONV_2D if every input channel is a group."""
+    x, weight, bias = _operands(writer, x, weight, bias)
     channels = x.axes.shape[1]
     depthwise = groups == channels and groups > 1
     order, axis = ((1, 2, 3, 0), 3) if depthwise else ((0, 2, 3, 1), 0)
@@ -34,7 +33,7 @@ def convolution(
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         source, how = padded(writer, x, shape[2:], kernel, steps, spread, before)
-        options: dict[str, Any] = {
+        options: dict[str, Option] = {
             "padding": how, "strideH": steps[0], "strideW": steps[1],
             "dilationHFactor": spread[0], "dilationWFactor": spread[1],
         }  # fmt: skip
@@ -48,13 +47,13 @@ def convolution(
 
 
 def transposed_convolution(
-    writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None, stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0), _: Any = None, groups: int = 1, dilation: Sequence[int] = (1, 1),
+    writer: Writer, shape: Shape, x: object, weight: object, bias: object = None, stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0), _: object = None, groups: int = 1, dilation: Sequence[int] = (1, 1),
 ) -> Pending:  # fmt: skip
-    """TRANSPOSE_CONV, and a STRIDED_SLICE where torch's margins are not LiteRT's."""
+    """Write TRANSPOSE_CONV, and a STRIDED_SLICE if torch's margins differ."""
     if groups != 1 or any(each != 1 for each in dilation):
         raise UnwritableError("LiteRT's TRANSPOSE_CONV has neither groups nor dilation")
-    x = _operands(writer, x, weight, bias)
+    x, weight, bias = _operands(writer, x, weight, bias)
     steps, first, kernel = pair(stride), pair(padding), weight.codes.shape[2:]
     sizes = list(zip(x.axes.shape[2:], shape[2:], steps, first, kernel, strict=True))
     same = all(fit == size * step and before == max(k - step, 0) // 2 for size, fit, step, before, k in sizes)
@@ -64,19 +63,21 @@ def transposed_convolution(
     def emit(grid: Grid, low: float, high: float) -> Coded:
         codes, biases = _parameters(writer, weight, weight.codes.permute(1, 2, 3, 0), 0, bias, grid)
         inputs = [writer.numbers(stored_sizes(wide)), codes, writer.stored(x), biases]
-        options: dict[str, Any] = {"padding": SAME if same else VALID, "strideH": steps[0], "strideW": steps[1]}
-        found = writer.result("TRANSPOSE_CONV", inputs, wide, grid, (low, high), **options)
+        how = SAME if same else VALID
+        found = writer.result(
+            "TRANSPOSE_CONV", inputs, wide, grid, (low, high), padding=how, strideH=steps[0], strideW=steps[1]
+        )
         return writer.sliced(found, shape, {k + 2: slice(first[k], first[k] + shape[k + 2]) for k in (0, 1)})
 
     return Pending(emit, "a transposed convolution")
 
 
-def linear(writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None) -> Pending:
-    """FULLY_CONNECTED; columns for a flattened image are put in the image's order."""
-    x = _operands(writer, x, weight, bias)
+def linear(writer: Writer, shape: Shape, x: object, weight: object, bias: object = None) -> Pending:
+    """Write FULLY_CONNECTED; columns for a flattened image follow its stored order."""
+    x, weight, bias = _operands(writer, x, weight, bias)
     if len(shape) == 4:
         raise UnwritableError("a linear layer over four axes is not written; merge the first ones with a view")
-    parts, codes = x.axes.dims[-1], weight.codes
+    parts, codes = x.axes.dims[-1], weight.codes  # torch flattens NCHW, and the file stores NHWC
     order = [*x.axes.order(range(len(shape) - 1)), *sorted(parts)]
     if order == sorted(order):
         sizes = [x.axes.sizes[part] for part in parts]
@@ -92,14 +93,14 @@ def linear(writer: Writer, shape: Shape, x: Any, weight: Any, bias: Any = None) 
     return Pending(emit, "a linear layer")
 
 
-def matmul(writer: Writer, shape: Shape, a: Any, b: Any) -> Pending:
-    """BATCH_MATMUL."""
-    a, b = writer.coded(a, "a matrix product"), writer.coded(b, "a matrix product")
-    if not len(a.axes.dims) == len(b.axes.dims) != 4:
+def matmul(writer: Writer, shape: Shape, a: object, b: object) -> Pending:
+    """Write BATCH_MATMUL."""
+    first, second = (writer.coded(each, "a matrix product") for each in (a, b))
+    if not len(first.axes.dims) == len(second.axes.dims) != 4:
         raise UnwritableError("a matrix product of four axes, or of different numbers of them, is not written")
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
-        return writer.result("BATCH_MATMUL", [writer.stored(a), writer.stored(b)], shape, grid, (low, high))
+        return writer.result("BATCH_MATMUL", [writer.stored(first), writer.stored(second)], shape, grid, (low, high))
 
     return Pending(emit, "a matrix product")
 
@@ -108,10 +109,10 @@ def padded(
     writer: Writer, x: Coded, out: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
     dilation: Sequence[int], before: Sequence[int], code: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
-    """The images for `out` windows along both axes, and LiteRT's name for their margins.
+    """Return the images for `out` windows along both axes, and LiteRT's padding.
 
-    Its SAME puts the smaller margin first. Where torch's is another one, a PAD comes before, with the integer `code`;
-    None: the one that stands for 0.
+    LiteRT's SAME puts the smaller margin first. Where torch's margins differ, a PAD comes before, with the integer
+    `code`; None: the one that stands for 0.
     """
     margins, same = [], True
     for size, fit, window, step, spread, first in zip(
@@ -126,7 +127,7 @@ def padded(
 
 
 def pad(writer: Writer, x: Coded, margins: Sequence[tuple[int, int]], code: int | None = None) -> Coded:
-    """PAD with the integer of 0, or PADV2; margins in the order of the stored axes."""
+    """Write PAD with the integer of 0, or PADV2; margins follow the stored axes."""
     tensor, rank = writer.stored(x), len(x.axes.dims)
     sizes = [size + sum(margin) for size, margin in zip(writer.file.shapes[tensor], margins, strict=True)]
     shape = [sizes[layout(rank).index(axis)] for axis in range(rank)]
@@ -138,17 +139,17 @@ def pad(writer: Writer, x: Coded, margins: Sequence[tuple[int, int]], code: int 
 
 
 def pair(values: Sequence[int]) -> list[int]:
-    """One number for both axes, or two."""
+    """Return two numbers, of one for both axes or of one for each."""
     return list(values) * (2 // len(values))
 
 
-def _operands(writer: Writer, x: Any, *parameters: Any) -> Coded:
-    if not all(isinstance(each, Weight) for each in parameters):
+def _operands(writer: Writer, x: object, weight: object, bias: object) -> tuple[Coded, Weight, Weight]:
+    if not isinstance(weight, Weight) or not isinstance(bias, Weight):
         raise UnwritableError("it has a weight or a bias that lies on no grid; quantize it with qat.prepare")
-    return writer.coded(x, "a layer")
+    return writer.coded(x, "a layer"), weight, bias
 
 
-def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: Any, grid: Grid) -> list[int]:
+def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: Weight, grid: Grid) -> list[int]:
     # The constants of a weight and a bias, for a result on this grid. Integers of few bits are stored as multiples by a
     # power of two, of a scale that is as much smaller: the kernels that compute in fixed point round a sum twice, the
     # first time to its unit.
@@ -159,7 +160,7 @@ def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: 
         return [writer.file.constant(key, np.ascontiguousarray(each.numpy())) for key, each in named.items()]
     values: Array = np.ascontiguousarray(codes.numpy().astype(np.int8))
     packed = writer.four_bits and bool(values.min() >= LOWEST // 16 and values.max() < -LOWEST // 16)
-    factor = 1 if packed else headroom(codes, sums)
+    factor = 1 if packed else headroom(codes, sums)  # 4 bits have no room
     channels = ((scales / factor).expand(codes.shape[axis]).tolist(), axis)
     steps, wide = (bias.scale.reshape(-1) / factor).tolist(), (sums * factor).numpy().astype(np.int32)
     return [
@@ -169,7 +170,7 @@ def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: 
 
 
 def headroom(weight: Tensor, bias: Tensor) -> int:
-    """The largest power of two by which int8 weights and their bias can be multiplied.
+    """Return the largest power of two that int8 weights and bias can be multiplied by.
 
     A sum that is rounded twice, the first time to its unit, then loses nothing the first time.
     """

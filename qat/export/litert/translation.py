@@ -1,6 +1,7 @@
-"""The walk over a traced graph whose quantization is marked: nodes become operators."""
+"""`Translation`: writes a traced graph with marked quantization, node by node."""
 
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from qat.torch_internals import NEAREST_EXACT_OPERATORS, UNSAFE_VIEW_OPERATOR, p
 def quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
 ) -> Tensor:
-    """`Operations.quantize`, recorded with the quantizer's name."""
+    """Compute `Operations.quantize`, recorded with the quantizer's name."""
     return Operations().quantize(x, scale, zero_point, None if low is None or high is None else (low, high), name)
 
 
@@ -28,26 +29,29 @@ def quantize(
 def dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
 ) -> Tensor:
-    """`Operations.dequantize`, recorded with the layer's name."""
+    """Compute `Operations.dequantize`, recorded with the layer's name."""
     return Operations().dequantize(codes, scale, zero_point, axis, layer)
 
 
 @quantize.register_fake
-def _(x: Tensor, scale: Tensor, zero_point: Tensor, low: Any, high: Any, name: str) -> Tensor:
+def _(x: Tensor, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str) -> Tensor:
     return torch.empty_like(x, dtype=zero_point.dtype)
 
 
 @dequantize.register_fake
-def _(codes: Tensor, *_: Any) -> Tensor:
+def _(codes: Tensor, *_: object) -> Tensor:
     return torch.empty_like(codes, dtype=torch.float32)
 
 
 class LiteRTOperations(Operations):
     """Quantization as operators that torch.export records."""
 
-    def quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: Any, quantizer: str) -> Tensor:
-        """`quantize`."""
-        return quantize(x, scale, zero_point, *(bounds or (None, None)), quantizer)  # type: ignore[no-any-return]
+    def quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
+    ) -> Tensor:
+        """Return the integers of x, from the operator `quantize` of this file."""
+        low, high = bounds or (None, None)
+        return quantize(x, scale, zero_point, low, high, quantizer)  # type: ignore[no-any-return]
 
     dequantize = staticmethod(dequantize)
 
@@ -60,7 +64,7 @@ VIEWS = (
     aten.contiguous.default, aten.dropout.default, aten.alias.default,
 )  # fmt: skip
 
-HANDLERS: dict[Any, Any] = {
+HANDLERS: dict[object, Callable[..., of.Result | list[Coded]]] = {
     **dict.fromkeys(VIEWS, of.view),
     aten.conv2d.default: convolution,
     aten.conv2d.padding: convolution,
@@ -105,9 +109,9 @@ HANDLERS: dict[Any, Any] = {
     aten.upsample_bilinear2d.vec: of.resized("RESIZE_BILINEAR"),
     operator.getitem: lambda writer, shape, values, index: values[index],
 }
-"""What writes a call of torch."""
+"""Functions that write a call of torch: from the writer, the shape of the result, and the arguments of the call."""
 
-ROWS: dict[Any, tuple[Any, tuple[int | None, ...]]] = {
+ROWS: dict[object, tuple[object, tuple[int | None, ...]]] = {
     aten.conv1d.default: (aten.conv2d.default, (None, None, 1, 0, 1)),
     aten.conv1d.padding: (aten.conv2d.padding, (None, None, 1, None, 1)),
     aten.conv_transpose1d.default: (aten.conv_transpose2d.input, (None, None, 1, 0, 0, None, 1)),
@@ -118,27 +122,29 @@ ROWS: dict[Any, tuple[Any, tuple[int | None, ...]]] = {
     NEAREST_EXACT_OPERATORS[0].vec: (NEAREST_EXACT_OPERATORS[1].vec, (1, 1)),
     aten.upsample_linear1d.vec: (aten.upsample_bilinear2d.vec, (1, None, 1)),
 }
+"""Calls with three axes, those with four that compute them, and what `of_rows` puts in front of their arguments."""
+
 HANDLERS |= {row: of.of_rows(HANDLERS[image], first) for row, (image, first) in ROWS.items()}
 
 
 class Translation(fx.Interpreter):
-    """A program of torch.export, traced with `LiteRTOperations`, written into a file."""
+    """Writes a program of torch.export, traced with `LiteRTOperations`, into a file."""
 
-    def __init__(self, writer: Writer, program: Any, integer_ends: bool) -> None:
+    def __init__(self, writer: Writer, program: torch.export.ExportedProgram, integer_ends: bool) -> None:
         super().__init__(program.module(check_guards=False))
         self.extra_traceback = False  # an error is one sentence
         self.writer, self.file, self.integer_ends = writer, writer.file, integer_ends
         self.inputs: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
-        self.refused: dict[str, str] = {}  # by module or call, why it cannot be written
-        self._named: set[int] = set()
+        self.refused: dict[str, str] = {}  # module or call to the reason why it cannot be written
+        self._named: set[int] = set()  # tensors that have a quantizer's name: two equal quantizers share one
         self._result_names = result_names(program)
         self.run(enable_io_processing=False)
         ends = [node for node in self.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)]
         self.inputs = {node.name: self._float_input(node) for node in ends}  # in forward's order
 
     def run_node(self, node: fx.Node) -> Any:
-        """The value of a node; those of constants are tensors."""
+        """Return the value of a node; those of constants are tensors."""
         if node.op == "placeholder":
             return Pending(lambda *bounds: self._input(node, *bounds), "an input")
         if node.op not in ("call_function", "output"):
@@ -148,28 +154,29 @@ class Translation(fx.Interpreter):
         except UnwritableError as error:
             place = _place(node)
             self.refused[place.partition(" (")[0]] = f"{place}: {error}"
-            grid = Grid(1.0, 0, LOWEST, HIGHEST)  # of stand-ins, so that what reads them is looked at too
+            # Stand-ins take the place of the results, so that the nodes that read them are checked too.
+            grid = Grid(1.0, 0, LOWEST, HIGHEST)
             made = self.writer.result
             return pytree.tree_map_only(Tensor, lambda x: made("", [], tuple(x.shape), grid), node.meta.get("val"))
 
-    def _value(self, node: fx.Node, args: Any, options: Any) -> Any:
+    def _value(self, node: fx.Node, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if node.op == "output":
             return self._write_outputs(args[0])
         if node.target is torch.ops.qat.litert_quantize.default:
             return self._quantized(*args)
         if node.target is torch.ops.qat.litert_dequantize.default:
-            return args[0] if isinstance(args[0], Coded) else Weight(*args)
+            return args[0] if isinstance(args[0], Coded) else Weight(*args)  # else the integers are constants
         read = pytree.tree_leaves((args, options))
         if not any(isinstance(each, (Coded, Pending, Weight)) for each in read):
-            compute: Any = node.target  # of constants alone
-            return compute(*args, **options)
+            assert callable(node.target)
+            return node.target(*args, **options)  # of constants alone
         if node.target not in HANDLERS:
             raise UnwritableError("LiteRT has no integer operator for it, or none that is written here")
         shape = pytree.tree_map(lambda each: tuple(each.shape), node.meta["val"])
         return HANDLERS[node.target](self.writer, shape, *args, **options)
 
     def _quantized(
-        self, x: Any, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
+        self, x: object, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None, name: str
     ) -> Coded:
         grid = Grid.of(scale, zero_point, low, high)
         if isinstance(x, Pending):
@@ -202,7 +209,7 @@ class Translation(fx.Interpreter):
             self.inputs[x.name] = self.file.tensor(x.name, stored_sizes(x.meta["val"].shape), "FLOAT32")
         return self.inputs[x.name]
 
-    def _write_outputs(self, results: Any) -> None:
+    def _write_outputs(self, results: Sequence[object]) -> None:
         for name, value in zip(self._result_names, results, strict=True):
             if isinstance(value, Pending) and not self.integer_ends:
                 value = value.emit(FLOAT, value.low, value.high)
@@ -217,7 +224,6 @@ class Translation(fx.Interpreter):
 
 
 def _place(node: fx.Node) -> str:
-    # Where a node comes from, for errors: the module that calls it, and the call.
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values() if path]
     call = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))

@@ -4,17 +4,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Grid, ModelFile
+from qat.export.litert.file import FLOAT, HIGHEST, LOWEST, Array, Grid, ModelFile, Option
 
 Shape = tuple[int, ...]
 ANY = (-math.inf, math.inf)
 FUSED = {None: "NONE", ANY: "NONE", (0.0, math.inf): "RELU", (0.0, 6.0): "RELU6"}
-"""What bounds a result in float."""
+"""Fused activations by the bounds that they give a result in float."""
 
 
 class UnwritableError(ValueError):
@@ -40,31 +39,31 @@ class Axes:
 
     @classmethod
     def stored(cls, shape: Sequence[int]) -> "Axes":
-        """A tensor in the layout of its number of axes."""
+        """Return a tensor in the layout that a file has for its number of axes."""
         return cls.plain(shape, layout(len(shape)))
 
     @classmethod
     def plain(cls, shape: Sequence[int], order: Sequence[int] | None = None) -> "Axes":
-        """A tensor whose axes lie in this order; None: as in torch."""
+        """Return a tensor whose axes lie in this order; None: as in torch."""
         held = [axis for axis in order or range(len(shape)) if shape[axis] != 1]
         dims = tuple((held.index(axis),) if axis in held else () for axis in range(len(shape)))
         return cls(tuple(shape[axis] for axis in held), dims)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The torch tensor's shape."""
+        """Shape of the torch tensor."""
         return tuple(math.prod(self.sizes[axis] for axis in dim) for dim in self.dims)
 
     def order(self, axes: Sequence[int]) -> list[int]:
-        """The stored axes in the order of these torch axes; sorted if they lie so in memory."""
+        """Return the stored axes of these torch axes; sorted if memory has this order."""
         return [part for axis in axes for part in self.dims[axis]]
 
     def permuted(self, order: Sequence[int]) -> "Axes":
-        """torch.permute."""
+        """Return the axes after torch.permute."""
         return Axes(self.sizes, tuple(self.dims[axis] for axis in order))
 
     def viewed(self, shape: Sequence[int]) -> "Axes | None":
-        """torch.reshape; None if an axis does not split into whole parts."""
+        """Return the axes after torch.reshape; None if an axis cannot be split so."""
         parts = [[size] for size in self.sizes]
         waiting = [(axis, 0) for dim in self.dims for axis in dim]
         found: list[list[tuple[int, int]]] = []
@@ -89,20 +88,21 @@ class Axes:
         )
 
     def transposition(self, order: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The shape and permutation that bring the stored axes in this order."""
+        """Return the shape and the permutation that bring the stored axes in this order."""
         breaks = [place for place in range(1, len(order)) if order[place] != order[place - 1] + 1]
+        # Axes that stay neighbours are transposed as one: kernels take few axes.
         runs = [list(order[first:end]) for first, end in pairwise([0, *breaks, len(order)])]
         ranked = sorted(runs)
         return [math.prod(self.sizes[axis] for axis in run) for run in ranked], [ranked.index(run) for run in runs]
 
 
 def layout(axes: int) -> tuple[int, ...]:
-    """The torch axes in the order of a file: images as NHWC, all else as torch has them."""
+    """Return the torch axes in a file's order: images as NHWC, all else as in torch."""
     return (0, 2, 3, 1) if axes == 4 else tuple(range(axes))
 
 
 def stored_sizes(shape: Sequence[int]) -> list[int]:
-    """The sizes of a tensor of this torch shape as a file stores it."""
+    """Return the sizes with which a file stores a tensor of this torch shape."""
     return [shape[axis] for axis in layout(len(shape))]
 
 
@@ -117,7 +117,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Pending:
-    """The result of an operation whose grid is not known yet; without one it is `FLOAT`.
+    """Result of an operation whose grid is not known yet; without one it is `FLOAT`.
 
     `emit` writes the operators, for a grid and the lowest and highest value that an activation lets through.
     """
@@ -144,10 +144,10 @@ class Writer:
 
     def __init__(self, file: ModelFile, four_bits: bool) -> None:
         self.file, self.four_bits = file, four_bits
-        self._moved: dict[tuple[Any, ...], int] = {}
+        self._moved: dict[tuple[int, Axes, Shape, Shape], int] = {}
 
     def stored(self, x: Coded, axes: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> int:
-        """The tensor with x's integers in the order of these axes, by default the file's."""
+        """Return the tensor of x in the order of these axes, by default the file's."""
         axes = layout(len(x.axes.dims)) if axes is None else axes
         shape = [x.axes.shape[axis] for axis in axes] if shape is None else shape
         key, order = (x.tensor, x.axes, tuple(axes), tuple(shape)), x.axes.order(axes)
@@ -169,8 +169,8 @@ class Writer:
         self.file.operator("RESHAPE", [tensor, self.numbers(shape)], [made], newShape=list(shape))
         return made
 
-    def numbers(self, values: Sequence[Any]) -> int:
-        """A constant of whole numbers."""
+    def numbers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> int:
+        """Add a constant of whole numbers and return its tensor."""
         return self.file.constant("numbers", np.array(values, np.int32))
 
     def _new(self, name: str, shape: Sequence[int], grid: Grid) -> int:
@@ -178,15 +178,15 @@ class Writer:
 
     def result(
         self, kind: str, inputs: Sequence[int], shape: Sequence[int], grid: Grid,
-        values: tuple[float, float] | None = None, *, fuses: bool = False, **options: Any,
+        values: tuple[float, float] | None = None, *, fuses: bool = False, **options: Option,
     ) -> Coded:  # fmt: skip
-        """Write one operator with a result of this torch shape on the grid, and its bounds.
+        """Write one operator with a bounded result of this torch shape on the grid.
 
         `values` are the lowest and the highest that an activation lets through; None: the integers are those of inputs
-        on the same grid. `fuses` says whether the operator takes a fused activation; `options` are its others.
+        on the same grid. The operator takes a fused activation if `fuses`; `options` are its others.
         """
-        low, high = LOWEST, HIGHEST  # between which the integers have to be
-        activation, first, last = "NONE", LOWEST, HIGHEST  # fused, and between which it keeps them
+        low, high = LOWEST, HIGHEST  # the bounds wanted of the integers
+        activation, first, last = "NONE", LOWEST, HIGHEST  # and those that a fused activation gives them
         if grid is FLOAT:
             inputs = [self.file.in_float(each) for each in inputs]
             activation = FUSED.get(values, "")
@@ -204,13 +204,13 @@ class Writer:
         return self.clipped(Coded(made, Axes.stored(shape), grid), low, high, (first, last))
 
     def parts(self, kind: str, inputs: Sequence[int], shape: Sequence[int], grid: Grid, count: int) -> list[Coded]:
-        """One operator with several results, each of this torch shape."""
+        """Write one operator with several results, each of this torch shape."""
         made = [self._new(kind.lower(), stored_sizes(shape), grid) for _ in range(count)]
         self.file.operator(kind, inputs, made, numSplits=count)
         return [Coded(tensor, Axes.stored(shape), grid) for tensor in made]
 
     def sliced(self, x: Coded, shape: Shape, kept: Mapping[int, slice]) -> Coded:
-        """STRIDED_SLICE along torch axes, with a result of this shape."""
+        """Write STRIDED_SLICE along torch axes, with a result of this shape."""
         if shape == x.axes.shape:
             return x
         bounds = [kept.get(axis, slice(None)).indices(x.axes.shape[axis]) for axis in layout(len(shape))]
@@ -218,7 +218,7 @@ class Writer:
         return self.result("STRIDED_SLICE", inputs, shape, x.grid)
 
     def clipped(self, x: Coded, low: int, high: int, held: tuple[int, int]) -> Coded:
-        """x with its integers within low .. high, where they are within `held` already."""
+        """Clip the integers of x, which lie within `held`, to low .. high."""
         for kind, bound, needed in (("MAXIMUM", low, low > held[0]), ("MINIMUM", high, high < held[1])):
             if needed:
                 constant = self.file.constant("bound", np.array([bound], np.int8), x.grid)
@@ -228,7 +228,7 @@ class Writer:
         return x
 
     def requantized(self, x: Coded, grid: Grid, values: tuple[float, float] = ANY, factor: float = 1.0) -> Coded:
-        """x times a number on another grid, within these values; unchanged for float32."""
+        """Return x * factor on another grid, within these values; unchanged for float32."""
         if grid is FLOAT:
             return x
         low, high = map(grid.code, values)
@@ -242,8 +242,8 @@ class Writer:
         self.file.operator("MUL", [x.tensor, one.tensor], [made])
         return self.clipped(Coded(made, x.axes, grid), low, high, (LOWEST, HIGHEST))
 
-    def coded(self, x: Any, operation: str) -> Coded:
-        """An operand as integers; a number or a quantized parameter becomes a constant."""
+    def coded(self, x: object, operation: str) -> Coded:
+        """Return an operand as integers; a number or a parameter becomes a constant."""
         if isinstance(x, (int, float)) and x:
             grid = Grid(abs(float(np.float32(x))) / HIGHEST, 0, LOWEST, HIGHEST)
             return self._constant("number", np.array([HIGHEST if x > 0 else -HIGHEST], np.int8), grid)
@@ -255,7 +255,7 @@ class Writer:
             raise UnwritableError(f"{operation} reads a tensor that lies on no grid")
         return x
 
-    def _constant(self, name: str, codes: Any, grid: Grid) -> Coded:
+    def _constant(self, name: str, codes: Array, grid: Grid) -> Coded:
         axes = Axes.stored(codes.shape)
         codes = codes.transpose(layout(codes.ndim))
         return Coded(self.file.constant(name, np.ascontiguousarray(codes), grid), axes, grid)

@@ -1,10 +1,15 @@
-"""Other forms of an exported file: QOperator, QONNX for FPGAs, and uint8 pixels as input."""
+"""Forms of an exported file: QOperator, QONNX, pixels, small containers; saving."""
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qat.atomic_write import atomic_write
 from qat.export.onnx.graph import (
     Array,
     Edges,
@@ -19,14 +24,36 @@ from qat.export.onnx.graph import (
 )
 from qat.export.onnx.saturation import PASSING
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from onnx import GraphProto, ModelProto, NodeProto
+
 QONNX_DOMAIN = "qonnx.custom_op.general"
-"""Of Quant and BipolarQuant; no runtime for processors has them."""
+"""Domain of the operators Quant and BipolarQuant; no runtime for processors has them."""
 
 PIXELS = "pixels"
-"""The input of a file that normalises uint8 images (N, H, W, 3) itself."""
+"""Name of the input of a file that normalises uint8 images (N, H, W, 3) itself."""
+
+READERS = {"DequantizeLinear": 0, "Gather": 0, "GatherND": 0, "QLinearConv": 3, "MatMulInteger": 1}
+"""Operators that read the stored integers of a weight or a table, and the operand that reads them."""
+
+PACKED = "{}.packed"
+"""Name of an initializer in a smaller container; behind the Cast the integers keep their name."""
+
+SINCE = {2: 25, 4: 21}
+"""Bits of a container to the opset that brought it."""
+
+LEAST = 64
+"""Least elements for which a container of fewer bits is worth an operator."""
+
+MOST_BYTES = 2**31 - 2**26
+"""Most bytes of initializers in one file: protobuf reads 2 GB at most, and the operators need some of them."""
+
+LEAST_BYTES, PAGE = 1024, 4096
+"""Initializers from so many bytes on go to the second file; each begins at a page, which a runtime can map."""
 
 
-def to_qoperator(proto: Any) -> None:
+def to_qoperator(proto: ModelProto) -> None:
     """Write convolutions as QLinearConv, and products of matrices as MatMulInteger.
 
     The standard has no others: sums, averages and curves stay between DequantizeLinear and QuantizeLinear, and so do
@@ -47,8 +74,8 @@ def to_qoperator(proto: Any) -> None:
     drop_unread(graph)
 
 
-def _dequantized(name: str, edges: Edges, constant: Any = None) -> Any:
-    # the DequantizeLinear that makes a tensor, of an activation on one grid or of constants of this type; or None
+def _dequantized(name: str, edges: Edges, constant: npt.DTypeLike | None = None) -> NodeProto | None:
+    # The DequantizeLinear that makes a tensor: of constants of this type, or of an activation with a single scale.
     node = edges.maker(name, "DequantizeLinear")
     if node is None:
         return None
@@ -58,8 +85,8 @@ def _dequantized(name: str, edges: Edges, constant: Any = None) -> Any:
     return node if constant is None and grid is not None and grid[0].size == 1 else None
 
 
-def _dequantize_later(graph: Any) -> None:
-    # operators that only move values move integers, and are dequantized behind
+def _dequantize_later(graph: GraphProto) -> None:
+    # QLinearConv reads integers: a DequantizeLinear in front of operators that only move values goes behind them.
     edges = Edges(graph)
     for node in list(graph.node):
         before = _dequantized(node.input[0], edges) if node.op_type in PASSING else None
@@ -72,27 +99,27 @@ def _dequantize_later(graph: Any) -> None:
             edges.made[after.output[0]] = after
 
 
-def _convolution(node: Any, edges: Edges) -> None:
+def _convolution(node: NodeProto, edges: Edges) -> None:
     # The quantizer behind a convolution becomes the QLinearConv of both; a Clip that changes nothing falls away.
     x, weight = _dequantized(node.input[0], edges), _dequantized(node.input[1], edges, np.int8)
     biases = [_dequantized(name, edges, np.int32) for name in node.input[2:3]]
     behind = edges.reader(node.output[0])
     limits = edges.limits(behind) if behind is not None else None
-    quantizer = edges.reader(behind.output[0]) if limits else behind
-    if None in (x, weight, quantizer, *biases) or quantizer.op_type != "QuantizeLinear":
+    quantizer = edges.reader(behind.output[0]) if behind is not None and limits else behind
+    if x is None or weight is None or None in biases or quantizer is None or quantizer.op_type != "QuantizeLinear":
         return
     grid = edges.pair(quantizer)
     types = {edges.stored[node.input[2]].dtype for node in (x, quantizer)}  # ONNX Runtime has no kernel for two
     if grid is None or len(types) > 1 or (limits and not ends_within(limits, grid)):
         return
     quantizer.op_type, quantizer.name = "QLinearConv", weight.name
-    quantizer.input[:] = [*x.input, *weight.input, *quantizer.input[1:3], *(bias.input[0] for bias in biases)]
+    quantizer.input[:] = [*x.input, *weight.input, *quantizer.input[1:3], *(bias.input[0] for bias in biases if bias)]
     del quantizer.attribute[:]
     quantizer.attribute.extend(node.attribute)
 
 
-def _matrix_product(graph: Any, node: Any, edges: Edges) -> None:
-    # as MatMulInteger, the Add of its bias in int32, and Mul by the product of both scales
+def _matrix_product(graph: GraphProto, node: NodeProto, edges: Edges) -> None:
+    # It becomes MatMulInteger, the Add of its bias in int32, and a Mul by the product of both scales.
     from onnx import TensorProto, helper
 
     source, turned = node.input[1], bool(attributes(node).get("transB"))
@@ -106,9 +133,10 @@ def _matrix_product(graph: Any, node: Any, edges: Edges) -> None:
     last = node if bias is None else adding
     if x is None or (other is None and weight is None) or (node.op_type == "Gemm" and None in (weight, bias)):
         return
-    second = weight if other is None else other
+    second = other or weight
+    assert second is not None
     codes, zeros = second.input[0], [x.input[2], *(second.input[2:3] if other is not None else ())]
-    if other is None:
+    if other is None:  # a stored weight: MatMulInteger has no transposition
         array: Array = edges.stored[codes]
         codes = unused_name(graph, f"{codes}.columns")  # one for each product, as in `own_initializers`
         store(graph, codes, np.ascontiguousarray(array.T if turned else array))
@@ -125,7 +153,7 @@ def _matrix_product(graph: Any, node: Any, edges: Edges) -> None:
     del last.attribute[:]
 
 
-def to_qonnx(proto: Any) -> None:
+def to_qonnx(proto: ModelProto) -> None:
     """Write every quantizer as a Quant, also of weights, and biases as floats.
 
     A weight has the fewest bits that hold its integers; one of -1 and 1 alone is a BipolarQuant. Quant adds the zero
@@ -146,7 +174,7 @@ def to_qonnx(proto: Any) -> None:
     proto.opset_import.append(helper.make_opsetid(QONNX_DOMAIN, 1))
 
 
-def _quantizer_as_quant(graph: Any, node: Any, edges: Edges) -> None:
+def _quantizer_as_quant(graph: GraphProto, node: NodeProto, edges: Edges) -> None:
     source = edges.made[node.input[0]]
     clip, quantizer = (source, edges.made.get(source.input[0])) if source.op_type == "Clip" else (None, source)
     if quantizer is None or quantizer.op_type != "QuantizeLinear":
@@ -156,7 +184,7 @@ def _quantizer_as_quant(graph: Any, node: Any, edges: Edges) -> None:
     low, high = (ends.min, ends.max) if clip is None else (int(edges.stored[name]) for name in clip.input[1:3])
     bits = (high - low).bit_length()
     narrow = high - low == 2**bits - 2 and bits > 1
-    if high - low != 2**bits - 1 - narrow:
+    if high - low != 2**bits - 1 - narrow:  # max_magnitude, for example
         raise ValueError(
             f"export_onnx: {quantizer.name!r} has the integers {low} to {high}; QONNX has whole bits alone"
         )
@@ -167,7 +195,7 @@ def _quantizer_as_quant(graph: Any, node: Any, edges: Edges) -> None:
     _become_quant(graph, node, quantizer.input[0], numbers, signed=signed, narrow=narrow)
 
 
-def _constant_as_quant(graph: Any, node: Any, stored: dict[str, Array]) -> None:
+def _constant_as_quant(graph: GraphProto, node: NodeProto, stored: dict[str, Array]) -> None:
     integers, scale = (stored[name] for name in node.input[:2])
     zero = stored[node.input[2]].astype(np.float32) if len(node.input) > 2 else np.zeros_like(scale)
     axis = attributes(node).get("axis", 1)
@@ -183,14 +211,17 @@ def _constant_as_quant(graph: Any, node: Any, stored: dict[str, Array]) -> None:
         _become_quant(graph, node, x, {"scale": scale})
         return
     low, high, signed = int(integers.min()), int(integers.max()), integers.dtype == np.int8
+    # One bit is a BipolarQuant's.
     bits = max(2, signed + max(high.bit_length(), (-low - 1).bit_length() if low < 0 else 0))
     narrow = signed and low > -(2 ** (bits - 1))
     numbers = {"scale": scale, "zeropt": zero, "bitwidth": bits}
     _become_quant(graph, node, x, numbers, signed=signed, narrow=narrow)
 
 
-def _become_quant(graph: Any, node: Any, x: str, numbers: dict[str, Any], **kind: bool) -> None:
-    # With a scale alone it is a BipolarQuant; the numbers are values, or names of initializers.
+def _become_quant(
+    graph: GraphProto, node: NodeProto, x: str, numbers: Mapping[str, str | float | Array], **kind: bool
+) -> None:
+    # A scale alone makes a BipolarQuant. The numbers are values, or names of initializers.
     from onnx import helper
 
     names = [x]
@@ -205,11 +236,11 @@ def _become_quant(graph: Any, node: Any, x: str, numbers: dict[str, Any], **kind
     node.attribute.extend(helper.make_attribute(key, value) for key, value in given.items())
 
 
-def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
-    """Put (pixel - 255 * mean) / (255 * std) in front of a model of one image input.
+def take_pixels(proto: ModelProto, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
+    """Compute (pixel - 255 * mean) / (255 * std) in front of a model of images.
 
-    mean and std are those of pixels in [0, 1]. It computes in float32 and in the order in which `train.py` normalises
-    images, so that every integer behind it is the same.
+    mean and std are those of pixels in [0, 1]. The file computes in float32 and in the order in which `train.py`
+    normalises images, so that every integer behind it is the same.
     """
     from onnx import TensorProto, helper
 
@@ -248,3 +279,87 @@ def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float
         helper.make_node("Transpose", [scaled], [normalized], perm=[0, 3, 1, 2]),
     ]
     insert(graph, 0, *steps)
+
+
+def pack_weights(proto: ModelProto, opset: int) -> None:
+    """Store few bits in the opset's smallest container, and Cast them to 8 bits.
+
+    A runtime computes constants once, when it loads the file: nothing is slower. Read directly by DequantizeLinear,
+    4-bit integers would make ONNX Runtime multiply in float. Of 4 bits with all their levels (-8 to 7), a channel that
+    a negative gamma has negated ends at 8: then the layer's integers stay in 8 bits, and those of 2 bits in 4.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    read = {node.input[READERS[node.op_type]] for node in proto.graph.node if node.op_type in READERS}
+    unpacking: list[NodeProto] = []
+    for tensor in list(proto.graph.initializer):
+        if tensor.name not in read or tensor.data_type not in (TensorProto.INT8, TensorProto.UINT8):
+            continue
+        values = numpy_helper.to_array(tensor)
+        if values.size < LEAST:
+            continue
+        kind, name = tensor.data_type, tensor.name
+        bits, signed = _container(values, [bits for bits, since in SINCE.items() if opset >= since])
+        if bits:
+            tensor.Clear()
+            tensor.data_type = TensorProto.DataType.Value(f"{'' if signed else 'U'}INT{bits}")
+            tensor.name, tensor.raw_data = PACKED.format(name), _in_bytes(values, bits)
+            tensor.dims.extend(values.shape)
+            unpacking.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}.unpacked", to=kind))
+    insert(proto.graph, 0, *unpacking)
+
+
+def _container(values: Array, widths: list[int]) -> tuple[int, bool]:
+    # The fewest bits that hold all values (0 if none do), and whether as signed integers.
+    for bits in widths:
+        for low in (-(2 ** (bits - 1)), 0) if values.dtype == np.int8 else (0,):
+            if low <= values.min() and values.max() < low + 2**bits:
+                return bits, low < 0
+    return 0, False
+
+
+def _in_bytes(values: Array, bits: int) -> bytes:
+    # ONNX: the first integer lies in a byte's lowest bits, and the last byte is filled with zeros.
+    count = 8 // bits
+    rows = np.append(values.reshape(-1), [0] * (-values.size % count)).astype(np.uint8).reshape(-1, count)
+    packed = (rows & (2**bits - 1)) << np.arange(0, 8, bits, dtype=np.uint8)
+    return bytes(np.bitwise_or.reduce(packed, axis=1).tobytes())
+
+
+def save(proto: ModelProto, path: Path, notes: dict[str, str]) -> None:
+    """Check and write a model atomically; above 2 GB integers go to `<file>.data`.
+
+    Two files cannot be replaced at once. A model of two files is missing for a moment while it is replaced, so that
+    nobody reads the old operators with the new integers.
+    """
+    import onnx
+    from onnx.external_data_helper import set_external_data
+
+    onnx.helper.set_model_props(proto, notes)
+    # The opset of few bits needs a newer version of the format than torch.onnx writes.
+    needed = onnx.helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
+    proto.ir_version = max(proto.ir_version, needed)
+    large = [tensor for tensor in proto.graph.initializer if len(tensor.raw_data) >= LEAST_BYTES]
+    if sum(len(tensor.raw_data) for tensor in large) > MOST_BYTES:
+        data = path.with_name(f"{path.name}.data")
+        with atomic_write(data) as temporary, open(temporary, "wb") as file:
+            for tensor in large:
+                start = file.seek(-(-file.tell() // PAGE) * PAGE)
+                set_external_data(tensor, data.name, start, file.write(tensor.raw_data))
+                tensor.ClearField("raw_data")
+            if data.exists():
+                path.unlink(missing_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
+        onnx.checker.check_model(str(temporary))
+
+
+def as_json(metadata: Mapping[str, object]) -> dict[str, str]:
+    """Return each value as JSON."""
+    notes = {}
+    for key, value in metadata.items():
+        try:
+            notes[key] = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"export_onnx: metadata[{key!r}] cannot be written as JSON ({error})") from None
+    return notes

@@ -1,18 +1,28 @@
-"""The model's names for quantizers and weights; an initializer for every weight."""
+"""Names of the model in an ONNX file; an initializer for each reader of a weight."""
 
+from __future__ import annotations
+
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from qat.export.onnx.graph import copy_of, inner_graphs, readers, rename_inputs, tensor_names
 from qat.export.onnx.operators import LAYER, QUANTIZER
 from qat.integers.evaluation import numbered
 
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto
 
-def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> None:
-    """Name every QuantizeLinear and its integers after the quantizer; number more calls.
+CODES, ZERO_POINT = 0, 2
+"""Operands of DequantizeLinear."""
 
-    Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
+
+def name_quantizers(proto: ModelProto, expected: Mapping[str, tuple[float, ...]]) -> None:
+    """Name every QuantizeLinear and its integers after the quantizer.
+
+    Further calls are numbered. Two quantizers with the same grid on the same tensor become one operator, with the name
+    of one of them.
     """
     read_by = readers(proto.graph)
     seen: Counter[str] = Counter()
@@ -20,13 +30,14 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
         name = _metadata(node, QUANTIZER)
         if name is None:
             continue
-        # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
+        # compare_layers reads the last integers of a quantizer: of QuantizeLinear, or of the Clip behind it.
         last = next((each for each in read_by.get(node.output[0], []) if each and each.op_type == "Clip"), node)
         new = numbered(name, seen)
         for reader in read_by.get(last.output[0], []):
-            rename_inputs(reader, {last.output[0]: new})
-        last.output[0] = new
-        node.name = new
+            if reader is not None:
+                rename_inputs(reader, {last.output[0]: new})
+        last.output[0] = node.name = new
+    # A quantizer that the exporter merged with an equal one is present under the other name.
     present = {expected[name] for name in seen}
     missing = sorted(name for name, grid in expected.items() if name not in seen and grid not in present)
     if missing:
@@ -36,7 +47,7 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
         )
 
 
-def name_weights(proto: Any) -> None:
+def name_weights(proto: ModelProto) -> None:
     """Name every weight's DequantizeLinear `<layer>.weight`; number further calls."""
     seen: Counter[str] = Counter()
     for node in proto.graph.node:
@@ -45,7 +56,7 @@ def name_weights(proto: Any) -> None:
             node.name = numbered(f"{layer}.weight", seen)
 
 
-def own_initializers(proto: Any) -> None:
+def own_initializers(proto: ModelProto) -> None:
     """Give every reader of a weight its own DequantizeLinear, integers and zero point.
 
     The exporter stores equal tensors once and computes equal nodes once. With `session.x64quantprecision=1` ONNX
@@ -61,18 +72,18 @@ def own_initializers(proto: Any) -> None:
         nodes.append(node)
         if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
             continue
-        for number, copy in enumerate(_one_for_each_reader(proto, node)):
-            nodes += [copy] if number else []
-            for place in (0, 2):
+        copies = _one_for_each_reader(proto, node)
+        nodes += copies[1:]
+        for copy in copies:
+            for place in (CODES, ZERO_POINT):
                 if place < len(copy.input):
                     copy.input[place] = _own(proto, copy.input[place], taken)
-    ordered = [copy_of(node) for node in nodes]
+    ordered = [copy_of(node) for node in nodes]  # clearing the field frees the operators in it
     del proto.graph.node[:]
     proto.graph.node.extend(ordered)
 
 
-def _one_for_each_reader(proto: Any, node: Any) -> list[Any]:
-    # the node for its first reader, and a copy for every further one
+def _one_for_each_reader(proto: ModelProto, node: NodeProto) -> list[NodeProto]:
     reading = [reader for reader in proto.graph.node if node.output[0] in reader.input]
     copies = [node]
     for number, reader in enumerate(reading[1:], 1):
@@ -83,21 +94,18 @@ def _one_for_each_reader(proto: Any, node: Any) -> list[Any]:
     return copies
 
 
-def _own(proto: Any, name: str, taken: set[str]) -> str:
-    # the initializer itself for its first reader, a new copy for every other
-    if name not in taken:
-        taken.add(name)
-        return name
-    number = next(number for number in range(1, len(taken) + 2) if f"{name}.{number}" not in taken)
-    original = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
-    copy = proto.graph.initializer.add()
-    copy.CopyFrom(original)
-    copy.name = own = f"{name}.{number}"
+def _own(proto: ModelProto, name: str, taken: set[str]) -> str:
+    own = name  # the first reader keeps the initializer itself
+    if name in taken:
+        own = next(each for number in itertools.count(1) if (each := f"{name}.{number}") not in taken)
+        copy = proto.graph.initializer.add()
+        copy.CopyFrom(next(tensor for tensor in proto.graph.initializer if tensor.name == name))
+        copy.name = own
     taken.add(own)
     return own
 
 
-def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
+def rename_inputs_outputs(proto: ModelProto, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
     """Rename the inputs and outputs of a file, in their order."""
     graph = proto.graph
     new: dict[str, str] = {}
@@ -122,10 +130,10 @@ def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Seq
         node.output[:] = [new.get(name, name) for name in node.output]
 
 
-def strip_traces(graph: Any) -> None:
+def strip_traces(graph: GraphProto) -> None:
     """Drop the exporter's stack traces, which name paths and outweigh the operators.
 
-    Those of the graphs inside it, the bodies of loops, are dropped too.
+    Graphs inside operators, such as the bodies of loops, lose theirs too.
     """
     del graph.metadata_props[:]
     del graph.value_info[:]
@@ -137,5 +145,5 @@ def strip_traces(graph: Any) -> None:
             strip_traces(inner)
 
 
-def _metadata(node: Any, key: str) -> str | None:
+def _metadata(node: NodeProto, key: str) -> str | None:
     return next((entry.value for entry in node.metadata_props if entry.key == key), None)

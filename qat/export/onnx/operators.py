@@ -12,7 +12,7 @@ OPSET = 21
 """The first opset with containers of 4 bits, and with 16-bit integers in QuantizeLinear."""
 
 OPSETS = range(18, 26)
-"""Those that torch.onnx writes and ONNX Runtime 1.31 computes in integers."""
+"""Opsets that torch.onnx writes and ONNX Runtime 1.31 computes in integers."""
 
 QUANTIZER = "qat.quantizer"
 """Metadata key of a QuantizeLinear during the export: the name of its quantizer."""
@@ -37,7 +37,7 @@ class OnnxOperations(Operations):
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
     ) -> Tensor:
-        """QuantizeLinear, then Clip if there are bounds."""
+        """Record QuantizeLinear, then Clip if there are bounds."""
         name = {QUANTIZER: quantizer}
         codes = _operator(
             "QuantizeLinear", (x, scale, zero_point), zero_point.dtype, x.shape, self.opset, metadata=name
@@ -47,7 +47,7 @@ class OnnxOperations(Operations):
     def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
     ) -> Tensor:
-        """DequantizeLinear."""
+        """Record DequantizeLinear."""
         inputs = (codes, scale) if zero_point is None else (codes, scale, zero_point)
         name = None if layer is None else {LAYER: layer}
         return _operator("DequantizeLinear", inputs, torch.float32, codes.shape, self.opset, axis, name)
@@ -61,22 +61,16 @@ class GlobalAveragePool(nn.Module):
         self.opset, self.flat = opset, flat
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, C, 1, 1), or to (N, C) if it is flat."""
+        """Average (N, C, H, W) to (N, C, 1, 1), or to (N, C) if `flat`."""
         y = _operator("GlobalAveragePool", (x,), torch.float32, (x.shape[0], x.shape[1], 1, 1), self.opset)
         return y.flatten(1) if self.flat else y
 
 
 def _operator(
-    name: str,
-    inputs: tuple[Tensor, ...],
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    opset: int,
-    axis: int | None = None,
-    metadata: dict[str, str] | None = None,
-) -> Tensor:
+    name: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: Sequence[int], opset: int,
+    axis: int | None = None, metadata: dict[str, str] | None = None,
+) -> Tensor:  # fmt: skip
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
-    result: Tensor = torch.onnx.ops.symbolic(
+    return torch.onnx.ops.symbolic(
         name, inputs, attributes, dtype=dtype, shape=shape, version=opset, metadata_props=metadata
     )
-    return result

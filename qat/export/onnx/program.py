@@ -1,4 +1,6 @@
-"""torch.onnx's exporter: its example inputs, a free batch axis, sizes that are fixed."""
+"""A frozen model through torch.onnx's exporter, and the sizes of its axes."""
+
+from __future__ import annotations
 
 import contextlib
 import inspect
@@ -7,10 +9,11 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from qat.contexts import warnings_ignored
 from qat.export.checks import result_names
@@ -19,20 +22,27 @@ from qat.export.onnx.names import rename_inputs_outputs
 from qat.inputs import Inputs, as_arguments
 from qat.torch_internals import argument_names, pytree
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
-def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
-    """Run the exporter; the first axis is free, unless the model takes one length alone."""
+
+def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> torch.onnx.ONNXProgram:
+    """Run the exporter; the first axis is free unless the model takes a single length."""
     order = list(inspect.signature(frozen.forward).parameters)
 
-    def run(samples: int) -> Any:
+    def run(samples: int) -> torch.onnx.ONNXProgram:
         args, kwargs = _example_arguments(example_inputs, samples)
         kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
-        shapes = _free_batch(args, kwargs) if samples > 1 else None
+        shapes: Any = None
+        if samples > 1:  # every tensor's first axis is free, unless the model computes with its length
+            shapes = tuple(pytree.tree_map(_free_batch, args)) if args else pytree.tree_map(_free_batch, kwargs)
         with quiet_export():
-            return torch.onnx.export(
+            program = torch.onnx.export(
                 frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False,
                 custom_translation_table={torch.ops.aten.atan2.default: _atan2},
             )  # fmt: skip
+        assert program is not None  # it is where dynamo is True
+        return program
 
     try:
         return run(2)
@@ -52,10 +62,11 @@ def _atan2(y: Any, x: Any) -> Any:
     return op.Add(op.Where(op.Equal(y, zero), zero, op.Atan(op.Div(y, x))), turned)
 
 
-def refuse_lost_options(program: Any) -> None:
-    """Refuse options that torch.onnx drops, or that ONNX's operators mean otherwise."""
-    for node in program.exported_program.graph.nodes:
+def refuse_lost_options(exported: ExportedProgram) -> None:
+    """Refuse options that torch.onnx drops, or that ONNX interprets otherwise."""
+    for node in exported.graph.nodes:
         for name, value in (*zip(argument_names(node.target), node.args, strict=False), *node.kwargs.items()):
+            # An antialiased interpolation loses its corners and scale; an average its divisor.
             smooth = "2d_aa" in str(node.target) and name.startswith(("align_corners", "scale"))
             if value and (smooth or name == "divisor_override"):
                 module, _ = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
@@ -64,21 +75,18 @@ def refuse_lost_options(program: Any) -> None:
 
 
 def _example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def ready(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def ready(x: Tensor) -> Tensor:
         # torch.export takes a batch of one for a constant.
         x = torch.cat([x, x]) if x.dim() and len(x) < samples else x
         x = x.detach().cpu()
         return (x.float() if x.is_floating_point() else x).contiguous()
 
-    return as_arguments(pytree.tree_map(ready, example_inputs))
+    return as_arguments(pytree.tree_map_only(Tensor, ready, example_inputs))
 
 
-def fix_sizes(program: Any, proto: Any) -> None:
-    """Write the sizes that torch.export found fixed into the file; warn of a fixed batch."""
-    exported = program.exported_program
-    names = exported.graph_signature.user_inputs
+def fix_sizes(exported: ExportedProgram, proto: ModelProto) -> None:
+    """Write the sizes that torch.export found to be fixed; warn of a fixed batch."""
+    names = exported.graph_signature.user_inputs  # constants among the arguments are no inputs of the file
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
     batches: dict[str, str] = {}
@@ -102,14 +110,14 @@ def fix_sizes(program: Any, proto: Any) -> None:
                 axis.dim_param = re.sub(r"\w+", lambda found: batches.get(found[0], found[0]), axis.dim_param)
 
 
-def name_outputs(program: Any, proto: Any) -> None:
+def name_outputs(exported: ExportedProgram, proto: ModelProto) -> None:
     """Name the outputs by `result_names`, with "output." before a name that is taken."""
     taken = tensor_names(proto.graph) - {end.name for end in proto.graph.output}
-    names = result_names(program.exported_program)
+    names = result_names(exported)
     rename_inputs_outputs(proto, None, [f"output.{name}" if name in taken else name for name in names])
 
 
-def _fixed(size: Any, exported: Any) -> int | None:
+def _fixed(size: int | torch.SymInt, exported: ExportedProgram) -> int | None:
     # The only length that an axis may have; None if it is free.
     if isinstance(size, int):
         return size
@@ -117,13 +125,8 @@ def _fixed(size: Any, exported: Any) -> int | None:
     return int(limits.lower) if limits is not None and limits.lower == limits.upper else None
 
 
-def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Dynamic shapes that let every tensor's first axis have any length, unless the model computes with that length.
-
-    def free(x: Any) -> Any:
-        return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
-
-    return tuple(pytree.tree_map(free, args)) if args else pytree.tree_map(free, kwargs)
+def _free_batch(x: object) -> dict[int, object] | None:
+    return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
 
 
 @contextlib.contextmanager

@@ -4,13 +4,18 @@ x86 without VNNI multiplies uint8 by int8 with `vpmaddubsw`: it adds two product
 32,767. The largest sum in a channel is the highest code of its input times two weights of one sign.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qat.export.onnx.graph import Edges, attributes
+from qat.export.onnx.graph import Array, Edges, attributes
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, NodeProto
 
 HIGHEST, LOWEST = 2**15 - 1, -(2**15)
 """The range of 16 bits."""
@@ -30,7 +35,7 @@ class Saturation:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """The channels whose sum may leave 16 bits."""
+        """Channels whose sum may leave 16 bits."""
         return tuple(channel for channel, value in enumerate(self.sums) if not LOWEST <= value <= HIGHEST)
 
     @property
@@ -40,14 +45,14 @@ class Saturation:
 
 
 HIGHEST_CODE = 255
-"""Of an input whose bounds the file does not say."""
+"""Highest code of an input whose bounds the file does not say."""
 
 CHANNEL_AXIS = {"Conv": 0, "Gemm": -1, "MatMul": -1}
 """Operators with integer kernels, and the axis of their second operand that holds the output channels. ConvTranspose is
 missing: ONNX Runtime computes it in float."""
 
 INTEGER_PRODUCTS = {"QLinearConv": (3, 0), "MatMulInteger": (1, -1)}
-"""Those of the format QOperator: which operand is the weight, and the axis that holds the output channels."""
+"""Operators of the format QOperator: which operand is the weight, and the axis that holds the output channels."""
 
 PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Identity")
 """Operators of one operand whose results are some of its integers."""
@@ -56,7 +61,7 @@ PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool",
 def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
     """Find every product of uint8 by int8 in a file of `export_onnx`, each layer once.
 
-    Of the format QOperator those with a stored weight, and of QONNX none.
+    In files of the format QOperator it finds those with a stored weight, in QONNX none.
 
     Args:
         path: the file.
@@ -66,15 +71,15 @@ def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
     return saturation_of(onnx.load(path).graph)
 
 
-def saturation_of(graph: Any) -> list[Saturation]:
-    """`find_saturation` in a graph of any tool, whose operators' names are the layers'."""
+def saturation_of(graph: GraphProto) -> list[Saturation]:
+    """Find them in a graph of any tool; operators have the names of their layers."""
     edges = Edges(graph)
     found: dict[str, list[int]] = {}
     for node in graph.node:
         layer, rows = "", None
         if node.op_type in INTEGER_PRODUCTS:
             place, axis = INTEGER_PRODUCTS[node.op_type]
-            layer, first = node.name.rpartition(".weight")[0], node
+            layer, first = node.name.rpartition(".weight")[0], node  # it reads the integers itself
             rows = _channels(edges.stored.get(node.input[place]), axis)
         elif node.op_type in CHANNEL_AXIS:
             first, second = (edges.made.get(edges.source(name, PASSING)) for name in node.input[:2])
@@ -84,13 +89,13 @@ def saturation_of(graph: Any) -> list[Saturation]:
                 rows = _rows(node, second, edges)
         if rows is not None:
             code = _highest_code(first, edges)
-            sums = [worst_pair(row, code) for row in rows]
+            sums = [worst_pair(row, code) for row in rows]  # of a shared layer the worst of all its calls
             found[layer] = [max(pair, key=abs) for pair in zip(sums, found.get(layer, sums), strict=True)]
     return [Saturation(layer, tuple(sums)) for layer, sums in found.items()]
 
 
-def worst_pair(row: Any, code: int) -> int:
-    """The sum of two products that is farthest from 0; of one weight, its product.
+def worst_pair(row: Array, code: int) -> int:
+    """Return the sum of two products farthest from 0; of one weight, its product.
 
     Any two weights of a channel count as a pair, not only neighbours: the runtime's packing decides which inputs meet
     in one instruction, and it depends on the kernel. A channel with one weight (a depthwise 1x1 convolution) always
@@ -105,8 +110,7 @@ def worst_pair(row: Any, code: int) -> int:
     return int(code * (above if above >= -below else below))
 
 
-def _rows(node: Any, second: Any, edges: Edges) -> list[Any] | None:
-    # the int8 values of the second operand, one row for each output channel; None if they are not int8
+def _rows(node: NodeProto, second: NodeProto, edges: Edges) -> list[Array] | None:
     if second.input[0] in edges.stored:
         # The axis of the scales is that of the output channels, wherever a transposition puts them.
         axis = attributes(second).get("axis") if edges.stored[second.input[1]].ndim else None
@@ -116,22 +120,21 @@ def _rows(node: Any, second: Any, edges: Edges) -> list[Any] | None:
     return [np.array([low, low, high, high])] if low < 0 else None
 
 
-def _channels(weight: Any, axis: int) -> list[Any] | None:
-    if weight is None or weight.dtype != np.int8:
+def _channels(weight: Array | None, axis: int) -> list[Array] | None:
+    if weight is None or weight.dtype != np.int8:  # uint8 by uint8 has kernels of 32 bits
         return None
     return list(np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1))
 
 
-def _highest_code(first: Any, edges: Edges) -> int:
-    # of the first operand as uint8; ONNX Runtime adds 128 to int8
+def _highest_code(first: NodeProto | None, edges: Edges) -> int:
     if first is None or first.op_type not in ("DequantizeLinear", *INTEGER_PRODUCTS):
         return HIGHEST_CODE
     low, high = _bounds(first, edges)
-    return high + 128 if low < 0 else high
+    return high + 128 if low < 0 else high  # ONNX Runtime adds 128 to int8
 
 
-def _bounds(dequantize: Any, edges: Edges) -> tuple[int, int]:
-    # the lowest and highest integer of an activation: those of the Clip before it, or of its container
+def _bounds(dequantize: NodeProto, edges: Edges) -> tuple[int, int]:
+    # Fewer than 8 bits end with a Clip; without one the integers are those of their container.
     clip = edges.maker(edges.source(dequantize.input[0], PASSING), "Clip")
     if clip is not None:
         low, high = (int(edges.stored[name]) for name in clip.input[1:3])

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qat.export.onnx.graph import Array
+from qat.inputs import Inputs
 from qat.kernels.cpu import processor
 from qat.torch_internals import pytree
 
@@ -33,7 +35,7 @@ def open_session(
     threads: int = 0,
     content: bytes | None = None,
 ) -> Any:
-    """A session on the CPU.
+    """Open a session on the CPU.
 
     Args:
         path: the file.
@@ -77,8 +79,8 @@ def open_session(
         raise ValueError(f"ONNX Runtime does not read the file: {str(error).splitlines()[0]}") from error
 
 
-def run_session(session: Any, inputs: Any, names: list[str] | None = None) -> list[Tensor]:
-    """The outputs of a session.
+def run_session(session: Any, inputs: Inputs, names: list[str] | None = None) -> list[Tensor]:
+    """Run a session and return its outputs.
 
     Args:
         session: from `open_session`.
@@ -97,7 +99,7 @@ def run_session(session: Any, inputs: Any, names: list[str] | None = None) -> li
     return [torch.from_numpy(np.asarray(result)) for result in results]
 
 
-def _feed(session: Any, inputs: Any) -> dict[str, Any]:
+def _feed(session: Any, inputs: Inputs) -> dict[str, Array]:
     names = [declared.name for declared in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):
         values = [inputs[name] for name in names]
@@ -113,13 +115,13 @@ def _feed(session: Any, inputs: Any) -> dict[str, Any]:
 
 
 def default_is_exact() -> bool:
-    """True if a session without options multiplies exactly here, or on QAT_PROCESSOR."""
+    """Return True if a session without options is exact here, or on QAT_PROCESSOR."""
     asked = processor.asked_for()
     return multiplies_exactly(with_option=False) if asked is None else asked == "vnni"
 
 
 def needs_option() -> bool:
-    """True if exact products need `EXACT_OPTION` on this processor.
+    """Return True if exact products need `EXACT_OPTION` on this processor.
 
     Raises:
         RuntimeError: if even a session with this option does not multiply exactly.
@@ -135,10 +137,7 @@ def needs_option() -> bool:
 
 @functools.cache
 def multiplies_exactly(with_option: bool) -> bool:
-    """Multiply extreme integers: one row, many rows, a convolution, one in groups.
-
-    `with_option`: whether the session has `EXACT_OPTION`.
-    """
+    """Return True if a session multiplies extreme integers exactly, in four operators."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -149,7 +148,7 @@ def multiplies_exactly(with_option: bool) -> bool:
     rows = np.full((8, CHANNELS), 255, np.uint8)
     images = np.full((1, CHANNELS, 8, 8), 255, np.uint8)
     one, many, dense, grouped = session.run(None, {"row": rows[:1], "rows": rows, "images": images})
-    signs = np.where(np.arange(CHANNELS) % 2, -128, 127) * 255
+    signs = np.where(np.arange(CHANNELS) % 2, -128, 127) * 255  # one product each; kernels add 9 in a window
     return bool(
         (one == CHANNELS * signs).all()
         and (many == CHANNELS * signs).all()
@@ -159,7 +158,6 @@ def multiplies_exactly(with_option: bool) -> bool:
 
 
 def _extreme_products() -> bytes:
-    # each kind of product, for 255 by 127 and by -128
     from onnx import numpy_helper, parser
 
     model = parser.parse_model(f"""

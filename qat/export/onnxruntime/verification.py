@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.contexts import evaluating, in_full_precision
 from qat.export.agreement import Verification, answers, judge, output_tensors
 from qat.export.checks import check_finite
 from qat.export.onnxruntime.session import open_session, run_session
-from qat.inputs import Batch, as_batches, check_model, run_batch
+from qat.inputs import Batch, Inputs, as_batches, check_model, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import NEAR_TIE, ROUNDING, Follower, LayerDifference, no_quantizer
+from qat.quantizer import Quantizer
 
 FLOAT_CONVOLUTIONS = ("Conv", "FusedConv", "ConvTranspose")
-"""What ONNX Runtime computes convolutions in float with; integer ones are QLinearConv."""
+"""Operators with which ONNX Runtime computes convolutions in float; QLinearConv is the one of integers."""
 
 NUMBER = re.compile(r"\.\d+$")
 """The end of the name of a quantizer's further calls."""
@@ -31,7 +32,7 @@ NUMBER = re.compile(r"\.\d+$")
 
 @in_full_precision
 def verify_onnx(
-    path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, default_session: bool = False
+    path: str | os.PathLike[str], model: nn.Module, batches: Iterable[Batch], *, default_session: bool = False
 ) -> Verification:
     """Run the file in ONNX Runtime over batches, and compare it with the model.
 
@@ -60,13 +61,13 @@ def verify_onnx(
 @in_full_precision
 def compare_layers(
     path: str | os.PathLike[str],
-    model: torch.nn.Module,
-    inputs: Any,
+    model: nn.Module,
+    inputs: Inputs,
     optimize: bool = True,
     *,
     default_session: bool = False,
 ) -> list[LayerDifference]:
-    """Compare every quantizer's integers between ONNX Runtime and torch, layer by layer.
+    """Compare every quantizer's integers in ONNX Runtime and torch, layer by layer.
 
     ONNX Runtime's integers are read at every quantizer. The torch model then computes each next quantizer's integers
     from them, so that a difference is the layer's own and does not come from an earlier one. Reading may keep the
@@ -90,18 +91,13 @@ def compare_layers(
 
 
 class LayerComparison:
-    """A file whose session also gives every quantizer's integers, and a model to follow.
+    """A file whose session also returns every quantizer's integers, and its model.
 
     The arguments are those of `compare_layers`.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        model: torch.nn.Module,
-        optimize: bool = True,
-        *,
-        default_session: bool = False,
+        self, path: str | os.PathLike[str], model: nn.Module, optimize: bool = True, *, default_session: bool = False
     ) -> None:
         import onnx
 
@@ -116,17 +112,17 @@ class LayerComparison:
         self.session, _ = self.reading(())
 
     def reading(self, unread: Collection[str]) -> tuple[Any, list[str]]:
-        """A session that gives the integers of all quantizers but these, and their names."""
+        """Open a session that also returns the integers of all but these quantizers."""
         left_out = {name for path in unread for name in self.calls[path]}
         names, given = [name for name in self.names if name not in left_out], self.proto.graph.output
-        del given[len(self.outputs) :]
+        del given[len(self.outputs) :]  # those of the last call
         given.extend(type(given[0])(name=name) for name in names if name not in self.outputs)
         return self.open(content=self.proto.SerializeToString()), names
 
     def follow(
-        self, inputs: Any, unread: Collection[str] = ()
+        self, inputs: Inputs, unread: Collection[str] = ()
     ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """`Follow`, with the integers of these quantizers unread."""
+        """Compare the integers of all quantizers but these, and the outputs (`Follow`)."""
         session, names = self.reading(unread) if unread else (self.session, self.names)
         try:
             results = run_session(session, inputs, [*self.outputs, *names])
@@ -144,27 +140,28 @@ class LayerComparison:
             )
         return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
 
-    def fused(self, inputs: Any, read: list[Tensor]) -> list[LayerDifference]:
-        """Find what is computed otherwise where nobody reads integers; `read` are the answers."""
+    def fused(self, inputs: Inputs, read: list[Tensor]) -> list[LayerDifference]:
+        """Find layers that differ while no integers are read from the answers `read`."""
 
         def differ(unread: Collection[str]) -> bool:
             return any(map(_beyond_rounding, read, run_session(self.reading(unread)[0], inputs, self.outputs)))
 
         found, left = list[str](), list(self.calls) if differ(self.calls) else []
-        while left and not (found and differ(found)):  # the fewest that are enough
+        # Each round finds the last quantizer that has to stay unread for the difference to show.
+        while left and not (found and differ(found)):
             last = bisect_left(range(len(left)), True, key=lambda n: differ([*found, *left[: n + 1]]))
             found, left = [left[last], *found], left[:last]
         layers, answers = self.follow(inputs, found) if found else ([], [])
         for name, (ours, theirs) in zip(self.outputs, answers, strict=False):
-            last_one: Any = self.model.get_submodule(found[-1])
+            quantizer = self.model.get_submodule(found[-1])
+            assert isinstance(quantizer, Quantizer)
             off = _beyond_rounding(ours, theirs)
-            levels = ((ours - theirs).abs() / last_one.grid()[0]).nan_to_num().ceil()
+            levels = ((ours - theirs).abs() / quantizer.grid()[0]).nan_to_num().ceil()
             layers.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
         return [replace(each, fused=tuple(found)) for each in layers if each.beyond_ties > NEAR_TIE * each.elements][:1]
 
 
 def _beyond_rounding(ours: Tensor, theirs: Tensor) -> int:
-    # how many answers differ by more than float32 rounding
     most = float(ours.abs().nan_to_num(0, 0, 0).max()) if ours.numel() else 0.0
     return int((~torch.isclose(ours, theirs.float(), rtol=0, atol=ROUNDING * most, equal_nan=True)).sum())
 

@@ -1,1 +1,1 @@
-"""CPU kernels: C code, its compiler and the one file that gives it addresses; and oneDNN's integer products."""
+"""CPU kernels: C code, its compiler, its addresses, and oneDNN's integer products."""

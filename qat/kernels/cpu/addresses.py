@@ -1,7 +1,8 @@
-"""The one place that gives addresses to the C code, and only of tensors that are what the kernel expects.
+"""The one place that gives addresses to the C code.
 
 A kernel trusts its arguments: it reads and writes the number, type and order of elements that they promise, whatever
-lies there. No other file asks a tensor for its `data_ptr`; a test reads them all.
+lies there. So only tensors that are what it expects get an address. No other file asks a tensor for its `data_ptr`; a
+test reads them all.
 """
 
 from collections.abc import Iterable
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory formats with channels innermost, by the number of axes."""
+"""Memory formats with channels innermost, by the number of axes."""
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether the elements lie next to each other, in any order of the axes."""
+    """Return True if the elements lie next to each other, in any order of the axes."""
     if x.is_contiguous():
         return True
     nearest = NEAREST.get(x.dim())
@@ -24,8 +25,8 @@ def is_dense(x: Tensor) -> bool:
 
 
 def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
-    """The address of `count` consecutive numbers, at least 1; `what` names the tensor in the error."""
-    found: int
+    """Return the address of `count` consecutive numbers; the error names them `what`."""
+    found: int  # 0 if the memory was given back
     if x.numel() == count and x.dtype is dtype and x.is_cpu and x.is_contiguous() and (found := x.data_ptr()):
         return found
     raise ValueError(
@@ -34,7 +35,7 @@ def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.floa
 
 
 def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """The address of a tensor's elements, which lie next to each other in the same order as those of `pattern`.
+    """Return the address of a tensor's elements, in the memory order of `pattern`.
 
     The pattern has x's shape and strides, dense in any memory format; it is x itself if there is no other.
     """
@@ -48,20 +49,20 @@ def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torc
 
 
 def empty_at(pattern: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """A new tensor in the memory order of one that `elements_at` took, and the address of its elements."""
+    """Return a new tensor in the memory order of a pattern, and its address."""
     x = torch.empty_like(pattern, dtype=dtype)
     return x, x.data_ptr()
 
 
 def rows_at(what: str, x: Tensor, rows: int) -> int:
-    """The address of a float32 tensor whose first axis is `rows` equal pieces, one after the other in memory."""
+    """Return the address of a float32 tensor whose first axis is `rows` equal pieces."""
     if rows == 1 or (x.dim() and x.shape[0] == rows and x.stride(0) * rows == x.numel()):
         return elements_at(what, x, x)
     raise ValueError(f"{what} should be {rows} rows, one after the other in memory, not {_described(x)}")
 
 
 def places_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Where tensors lie now, to notice that one was given other memory."""
+    """Return where tensors lie now, to notice that one was given other memory."""
     return [*map(Tensor.data_ptr, tensors)]
 
 

@@ -1,4 +1,4 @@
-"""The C kernels as a shared library, compiled into the user's cache on their first use.
+"""The C kernels as a shared library, compiled into the user's cache on first use.
 
 A file there is loaded as code. So folder and file have to belong to this user or root and be closed to others, and no
 folder above lets everyone replace them. A hash in the file's name reveals a truncated or damaged one before it is
@@ -35,7 +35,7 @@ VARIANTS = (
     ("-fopenmp",),
     (),
 )
-"""Tried in this order: not every compiler knows every flag."""
+"""Flags to try in this order: not every compiler knows every flag."""
 
 SECONDS = 120
 
@@ -46,13 +46,13 @@ _loaded = False
 
 
 def is_loaded() -> bool:
-    """Whether the library is loaded. Code under torch.compile may ask this; it can neither build nor load it."""
+    """Return True if the library is loaded; code under torch.compile cannot build it."""
     return _loaded
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None if it cannot be built; the log gives the reason, once.
+    """Return the library, or None if it cannot be built; the log gives the reason.
 
     The compiler is $CC, or the first of cc, gcc and clang. QAT_KERNELS=off forbids the kernels, and QAT_KERNELS_CFLAGS
     adds flags, such as `-fsanitize=address`.
@@ -80,9 +80,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path:
-    """The path of the library, which is built if the cache lacks it."""
     more = tuple(os.environ.get("QAT_KERNELS_CFLAGS", "").split())
-    key = hashlib.sha256()
+    key = hashlib.sha256()  # of all that the library depends on
     for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes() + b"\0")
     version = _ran([*compiler.split(), "--version"]).stdout
@@ -97,6 +96,7 @@ def _built(compiler: str) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="qat-kernels-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     said = ""
+    # Beside its place, since only a move within one file system is atomic.
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as workplace:
         target = Path(workplace) / "library.so"
         for variant in VARIANTS:
@@ -110,7 +110,7 @@ def _built(compiler: str) -> Path:
 
 
 def cache_folder() -> Path | None:
-    """`qat/kernels` in the user's cache ($XDG_CACHE_HOME or ~/.cache), created if missing.
+    """Return `qat/kernels` in the user's cache, created if missing, or None.
 
     None if there is no safe place: no home folder, or others could write to it. The log gives the reason.
     """
@@ -131,18 +131,18 @@ def cache_folder() -> Path | None:
 
 
 def stored(folder: Path, key: str) -> Path | None:
-    """The library that was stored under a key, if it is intact; damaged ones are removed."""
+    """Return the intact library that was stored under a key; remove damaged ones."""
     for path in sorted(folder.glob(f"{key}-*.so")):
         whole = stat.S_ISREG(path.lstat().st_mode) and not _is_open(path)
         if whole and path.stem == f"{key}-{_digest(path)}":
             return path
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process may have removed it
             path.unlink()
     return None
 
 
 def store(library: Path, folder: Path, key: str) -> Path:
-    """Move a library there atomically: other processes may be storing theirs, or looking for it."""
+    """Move a library there atomically: other processes may store or load theirs."""
     library.chmod(0o700)
     path = folder / f"{key}-{_digest(library)}.so"
     os.replace(library, path)
@@ -154,12 +154,10 @@ def _digest(path: Path) -> str:
 
 
 def _is_open(path: Path, above: bool = False) -> bool:
-    """Whether someone who is neither this user nor root owns it or can write to it.
-
-    Of a folder `above`, whether everyone can replace what is in it: in a sticky one (/tmp) users replace their own.
-    """
+    # Someone who is neither this user nor root owns the path or can write to it. Of a folder `above`: everyone can
+    # replace what is in it; in a sticky one (/tmp) users replace their own.
     state = path.stat()
-    if above:
+    if above:  # in a sticky folder users replace their own files alone
         return bool(state.st_mode & stat.S_IWOTH) and not state.st_mode & stat.S_ISVTX
     return state.st_uid not in (0, os.getuid()) or bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
@@ -172,7 +170,7 @@ def _ran(command: list[str], **environment: str) -> "subprocess.CompletedProcess
 
 
 def _processor() -> str:
-    """What -march=native depends on: different machines may share a home folder."""
+    # What -march=native depends on: different machines may share a home folder.
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Convolutions and matrix products of uint8 by int8 codes through oneDNN, exact in int32 on processors with VNNI.
+"""Products of uint8 by int8 codes through oneDNN, exact on processors with VNNI.
 
 Elsewhere these torch operators silently return wrong values (sums saturate at 16 bits). So they are tried on extreme
 integers first, and never used if one sum is off. `qat.kernels.cpu.processor` can ask for the other kind of processor:
@@ -20,21 +20,20 @@ log = logging.getLogger("qat.kernels")
 
 
 def convolution(
-    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: Any
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: object
 ) -> Tensor:
-    """conv((codes - zero) * step, weight * steps) + bias in float32, the sums in int32.
+    """Return conv((codes - zero) * step, weight * steps) + bias in float32.
 
     Shapes: codes uint8, (N, C, H, W); weight int8, (O, C / groups, kh, kw); steps and bias (O,). The geometry is that
-    of torch: stride, padding, dilation and groups.
+    of torch: stride, padding, dilation and groups. The sums are in int32.
     """
     multiply = _emulated_convolution if is_emulated() else _convolution
     return multiply(codes, step, zero, weight, steps, bias, *geometry)
 
 
 def _convolution(
-    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: Any
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: object
 ) -> Tensor:
-    """The convolution by oneDNN."""
     ops, point = torch.ops.onednn, int(zero)
     zeros = torch.zeros(steps.numel(), dtype=torch.int32)
     # Packing does not use the scales, but would read them one by one: it gets a single one.
@@ -48,8 +47,8 @@ def _convolution(
 def _emulated_convolution(
     codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: Any
 ) -> Tensor:
-    """What oneDNN returns with VNNI and without AMX, to the bit and in the same strides: the sums are exact in float64,
-    then rounded to float32 and scaled by one step after the other."""
+    # To the bit and in the strides of oneDNN with VNNI and without AMX: the sums are exact in float64, then rounded to
+    # float32 and scaled by one step after the other.
     sums = torch.nn.functional.conv2d(codes.double() - int(zero), weight.double(), None, *geometry)
     y = torch.empty(sums.shape, dtype=torch.float32, memory_format=torch.channels_last).copy_(sums)
     y.mul_(torch.tensor(step, dtype=torch.float32)).mul_(steps.view(-1, 1, 1))
@@ -57,7 +56,7 @@ def _emulated_convolution(
 
 
 def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None) -> Tensor:
-    """((codes - zero) * step) @ (weight * steps).T + bias in float32, the sums in int32.
+    """Return ((codes - zero) * step) @ (weight * steps).T + bias, summed in int32.
 
     Shapes: codes uint8, (..., inputs); weight int8, (outputs, inputs); steps and bias (outputs,).
     """
@@ -68,7 +67,7 @@ def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tenso
 
 
 class PackedWeight:
-    """An int8 weight that is packed once, for sums of products with codes, exact in int32 and returned in float32.
+    """An int8 weight, packed once for exact int32 sums with codes, given in float32.
 
     Args:
         weight: int8, (O, C / groups, kh, kw), or (O, I) of a linear layer.
@@ -76,7 +75,7 @@ class PackedWeight:
         geometry: stride, padding, dilation and groups of torch's convolution; () for a linear layer.
     """
 
-    def __init__(self, weight: Tensor, zero: int, *geometry: Any) -> None:
+    def __init__(self, weight: Tensor, zero: int, *geometry: object) -> None:
         self.zero, self.geometry, ops = zero, geometry, torch.ops.onednn
         self.steps, self.zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
         if geometry:
@@ -85,9 +84,9 @@ class PackedWeight:
             self.packed = ops.qlinear_prepack(weight, None)
 
     def sums(self, codes: Tensor) -> Tensor:
-        """The sums for codes (N, C, H, W) in channels_last, which they keep, or (..., I)."""
+        """Return the sums for codes (N, C, H, W) in channels_last, or (..., I)."""
         given = (codes, 1.0, self.zero, self.packed, self.steps, self.zeros, None)
-        after: Any = (1.0, 0, torch.float32, "none", [], "")
+        after: tuple[object, ...] = (1.0, 0, torch.float32, "none", [], "")
         if self.geometry:
             y: Tensor = torch.ops.onednn.qconv_pointwise.default(*given, *self.geometry, *after)
             return y
@@ -97,8 +96,8 @@ class PackedWeight:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b.T of two float32 matrices, by oneDNN if torch has it, which is a fifth to a third faster."""
-    return onednn_matmul(a, b) if _has_float_product() else a @ b.T
+    """Return a @ b.T of two float32 matrices, by oneDNN if torch has it."""
+    return onednn_matmul(a, b) if _has_float_product() else a @ b.T  # which takes a fifth to a third longer
 
 
 @functools.cache
@@ -111,20 +110,17 @@ def _has_float_product() -> bool:
 
 
 KINDS = {"dense": 1, "grouped": 6, "depthwise": 96}
-"""The kinds of convolutions that oneDNN computes differently, each with the groups of a test on 96 channels."""
+"""Kinds of convolutions for oneDNN, and the groups of a test on 96 channels."""
 
 
 def are_exact(kind: str) -> bool:
-    """Whether integer products may be used: they are exact here, extremes included, and QAT_PROCESSOR allows them.
-
-    Matrix products belong to the dense kind. Where that is not exact, none is used.
-    """
+    """Return True if integer products are exact here, and QAT_PROCESSOR allows them."""
     return _are_exact(kind, processor.asked_for())
 
 
 @functools.cache
 def _are_exact(kind: str, asked: processor.Processor | None) -> bool:
-    if kind != "dense" and not _are_exact("dense", asked):
+    if kind != "dense" and not _are_exact("dense", asked):  # to which matrix products belong: then none is used
         return False
     if asked == "no-vnni":
         _say("QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids")
@@ -146,13 +142,12 @@ def _are_exact(kind: str, asked: processor.Processor | None) -> bool:
 
 @functools.cache
 def _say(line: str) -> None:
-    """Log a line once per process."""
     log.info(line)
 
 
 @functools.cache
 def is_exact_natively() -> bool:
-    """Whether oneDNN's integer products of every kind are exact on this processor, whatever QAT_PROCESSOR says."""
+    """Return True if oneDNN's integer products of every kind are exact here."""
     try:
         return all(_convolves_exactly(_convolution, groups) for groups in KINDS.values())
     except (RuntimeError, AttributeError, NotImplementedError):  # a torch without oneDNN, another processor
@@ -160,16 +155,17 @@ def is_exact_natively() -> bool:
 
 
 def is_emulated() -> bool:
-    """Whether QAT_PROCESSOR asks for VNNI and this machine lacks it."""
+    """Return True if QAT_PROCESSOR asks for VNNI and this machine lacks it."""
     return processor.asked_for() == "vnni" and not is_exact_natively()
 
 
 def _example(groups: int) -> tuple[Tensor, Tensor]:
-    """Codes and weight, with pairs of products whose sum exceeds 16 bits."""
-    source: Any = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}  # not on the default device
-    codes = torch.randint(0, 256, (2, 96, 9, 9), dtype=torch.uint8, **source)
-    weight = torch.randint(-127, 128, (96, 96 // groups, 3, 3), dtype=torch.int8, **source)
-    codes[0], weight[:4], weight[4:8] = 255, 127, -127
+    # Pairs of products have a sum that exceeds 16 bits.
+    # On the CPU, whatever the default device is.
+    draw = functools.partial(torch.randint, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    codes = draw(0, 256, (2, 96, 9, 9), dtype=torch.uint8)
+    weight = draw(-127, 128, (96, 96 // groups, 3, 3), dtype=torch.int8)
+    codes[0], weight[:4], weight[4:8] = 255, 127, -127  # the extremes, which saturate first
     return codes, weight
 
 

@@ -1,4 +1,4 @@
-"""The kind of processor that this machine should pass for, so that tests cover the other kind too.
+"""The kind of processor that a machine should pass for, so that tests cover both.
 
 Processors with VNNI multiply uint8 by int8 exactly. x86 without it adds pairs of products in 16 bits, which saturates
 in oneDNN's kernels and in ONNX Runtime's default ones; this library uses neither there.
@@ -13,7 +13,7 @@ Processor = Literal["vnni", "no-vnni"]
 
 
 def asked_for() -> Processor | None:
-    """The value of QAT_PROCESSOR in the environment; None means that the machine is taken as it is.
+    """Return the value of QAT_PROCESSOR, or None to take the machine as it is.
 
     `vnni` on a machine without it: integer products are emulated, slowly and with the same results. `no-vnni` on a
     machine with it: integer products are not used, and ONNX Runtime's default session counts as inexact.

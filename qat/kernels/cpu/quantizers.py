@@ -1,4 +1,4 @@
-"""The C kernels as functions of float32 tensors on the CPU that are dense in any memory format."""
+"""The C kernels as functions of dense float32 tensors on the CPU."""
 
 import ctypes
 import math
@@ -10,37 +10,37 @@ from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at, rows_at
 from qat.kernels.cpu.compiler import library
-from qat.kernels.cpu.structures import Grid, LearnedGrid, Rows
+from qat.kernels.cpu.structures import Grid, GridTensors, LearnedGrid, Rows
 
 FEW = 1 << 15
 """Elements up to which a second thread does not pay."""
 
 
 def threads_for(elements: int) -> int:
-    """The number of threads for a tensor of this size: as many as torch uses, or one."""
+    """Return the number of threads for a tensor: as many as torch uses, or one."""
     return 1 if elements <= FEW else torch.get_num_threads()
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is float32 on the CPU, and of no subclass that means something else."""
+    """Return True if a tensor is float32 on the CPU, and of no special subclass."""
     return x.dtype is torch.float32 and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def is_float32_on(x: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is float32 on a device, and of no subclass that means something else."""
+    """Return True if a tensor is float32 on a device, and of no special subclass."""
     return x.dtype is torch.float32 and x.device == device and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def in_layout_of(x: Tensor, other: Tensor) -> Tensor:
-    """x with its elements in the memory order of other; x itself if it has that order."""
+    """Return x with its elements in the memory order of other."""
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
 def rows_of(x: Tensor, scale: Tensor) -> int:
-    """How many consecutive rows of x have a scale of their own; 0 if the scales are laid out in another way."""
+    """Return how many consecutive rows of x have a scale of their own; 0 if none do."""
     if scale.numel() == 1:
         return 1
-    axis = x.dim() - scale.dim()
+    axis = x.dim() - scale.dim()  # to which axis of x the first of scale belongs, if they broadcast
     rows = x.shape[0] if x.dim() else 0
     lengths = scale.shape[1:] if axis == 0 else ()
     if axis != 0 or scale.shape[0] != rows or any(length != 1 for length in lengths):
@@ -49,7 +49,7 @@ def rows_of(x: Tensor, scale: Tensor) -> int:
 
 
 def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-    """Whether the kernels take this tensor and this grid."""
+    """Return True if the kernels take this tensor and this grid."""
     if not (is_plain(x) and is_plain(scale) and x.numel() and is_dense(x)):
         return False
     if zero_point is not None and not (zero_point.numel() == scale.numel() == 1 and zero_point.device.type == "cpu"):
@@ -62,14 +62,14 @@ def _grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Gri
 
 
 def integer_zero(zero_point: float, qmin: int, qmax: int) -> float:
-    """clamp(round(zero_point), qmin, qmax); NaN stays NaN."""
-    if not math.isfinite(zero_point):
+    """Return clamp(round(zero_point), qmin, qmax); NaN stays NaN."""
+    if not math.isfinite(zero_point):  # round() takes no infinity
         return min(max(zero_point, qmin), qmax) if zero_point == zero_point else zero_point
     return float(min(max(round(zero_point), qmin), qmax))
 
 
 def compiled() -> Any:
-    """The loaded library; call this only after `applies` was true."""
+    """Return the loaded library; call this only after `applies` was true."""
     found = library()
     assert found is not None
     return found
@@ -80,11 +80,8 @@ class CPUKernels:
 
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-        """x on the grid, in its own memory format.
-
-        Axes of length 1 get the strides that torch's operations give them: a convolution chooses the format of its
-        result by them.
-        """
+        """Return x on the grid, in its own memory format."""
+        # Axes of length 1 get the strides that torch's operations give them: a convolution chooses its format by them.
         layout = torch.contiguous_format if x.is_contiguous() else torch.preserve_format
         y = torch.empty_like(x, memory_format=layout)
         if scale.numel() > 1:
@@ -101,7 +98,7 @@ class CPUKernels:
         grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
         needs: tuple[bool, ...] = (True, True, True),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """All gradients in one pass over x and grad, without any factor."""
+        """Return all gradients in one pass over x and grad, without any factor."""
         grad = in_layout_of(grad, x)
         if scale.numel() > 1:
             grad_x = torch.empty_like(x) if needs[0] else None
@@ -116,13 +113,12 @@ class CPUKernels:
 
 
 def squared_error(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> float:
-    """The sum of the squared differences between x and x on the grid, without a tensor in between."""
+    """Return the sum of the squared differences between x and x on the grid."""
     grid = _grid(scale, zero_point, qmin, qmax)
     return float(compiled().squared_error(elements_at("x", x, x), x.numel(), grid, threads_for(x.numel())))
 
 
 def _written(what: str, x: Tensor | None, pattern: Tensor, dtype: torch.dtype = torch.float32) -> int | None:
-    """The address to write a result to, in the order of another tensor; None if it is not needed."""
     return None if x is None else elements_at(what, x, pattern, dtype)
 
 
@@ -138,7 +134,7 @@ def quantize_rows(
     w: Tensor, scales: Tensor, qmin: float, qmax: float, smallest: Tensor | None = None, codes: Tensor | None = None,
     values: Tensor | None = None, steps: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Round a dense weight to symmetric grids, one per row of axis 0: to int8 codes, to values, or both.
+    """Round a dense weight to symmetric grids, one per row of axis 0.
 
     codes, values and steps (the scales, bounded by `smallest` if it is given) are written to, in the strides of w.
     """
@@ -154,7 +150,7 @@ def quantize_rows_backward(
     grad: Tensor, w: Tensor, scales: Tensor, qmin: float, qmax: float, grad_w: Tensor | None,
     smallest: Tensor | None = None, factor: float = 1.0, relative: float = 0,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the scales, in their shape. The gradient of w is written to grad_w, which may be grad itself."""
+    """Return the gradient of the scales; that of w goes to grad_w, which may be grad."""
     grad_scales, rows = torch.empty_like(scales), scales.numel()
     compiled().quantize_rows_backward(
         elements_at("grad", grad, w), rows_at("weight", w, rows), _rows(scales, smallest, qmin, qmax, factor, relative),
@@ -169,7 +165,7 @@ NO_CLIP = (-math.inf, math.inf)
 
 
 class Levels(NamedTuple):
-    """The numbers of a quantizer that are not tensors; all floats, as operators take them."""
+    """The numbers of a quantizer that are not tensors, as floats for operators."""
 
     low: float
     high: float
@@ -178,25 +174,31 @@ class Levels(NamedTuple):
     relative: float  # 1 if the square of the step multiplies it too, else 0
 
 
-def learned_grid(grid: list[Tensor | None], levels: Sequence[float]) -> LearnedGrid:
-    """The C kernels' view of a quantizer: its scale, smallest scale and zero point, one number each, and `Levels`."""
-    scale, smallest, zero_point = grid
+def scales_of(grid: GridTensors) -> tuple[Tensor, Tensor]:
+    """Return the scale and the smallest scale of a quantizer."""
+    scale, smallest, _ = grid
+    assert scale is not None and smallest is not None
+    return scale, smallest
+
+
+def learned_grid(grid: GridTensors, levels: Sequence[float]) -> LearnedGrid:
+    """Return the C kernels' view of a quantizer of one scale."""
+    (scale, smallest), zero_point = scales_of(grid), grid[2]
     zero = None if zero_point is None else numbers_at("zero_point", zero_point, 1)
     low, high, shift, factor, relative = levels
-    assert scale is not None and smallest is not None
     return LearnedGrid(
         numbers_at("scale", scale, 1), numbers_at("smallest", smallest, 1), zero, low, high, shift, factor,
         int(relative),
     )  # fmt: skip
 
 
-def empty_scale(grid: list[Any]) -> Tensor:
-    """Memory for the gradient of a quantizer's scale."""
-    return torch.empty_like(grid[0])
+def empty_scale(grid: GridTensors) -> Tensor:
+    """Return memory for the gradient of a quantizer's scale."""
+    return torch.empty_like(scales_of(grid)[0])
 
 
 def dequantize(codes: Tensor, qparams: Tensor) -> Tensor:
-    """(codes - zero) * step in float32, in the memory format of codes."""
+    """Return (codes - zero) * step in float32, in the memory format of codes."""
     y = torch.empty_like(codes, dtype=torch.float32)
     compiled().dequantize(
         elements_at("codes", codes, codes, torch.uint8), elements_at("values", y, codes), y.numel(),

@@ -1,7 +1,9 @@
 """The structures of the C kernels, and the types of every function's arguments."""
 
 import ctypes
-from typing import Any
+from typing import TypeAlias
+
+from torch import Tensor
 
 POINTER, SIZE, INT, FLOAT, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_double
 
@@ -12,8 +14,12 @@ class Grid(ctypes.Structure):
     _fields_ = [("step", FLOAT), ("zero", FLOAT), ("low", FLOAT), ("high", FLOAT)]
 
 
+GridTensors: TypeAlias = list[Tensor | None]
+"""Scale, smallest scale and zero point of a quantizer (None on a symmetric grid)."""
+
+
 class LearnedGrid(ctypes.Structure):
-    """A grid whose step is learned: the addresses of its tensors, then the fields of `Levels`."""
+    """A grid whose step is learned: addresses of tensors, and the fields of `Levels`."""
 
     _fields_ = [
         ("scale", POINTER), ("smallest", POINTER), ("zero_point", POINTER), ("low", FLOAT), ("high", FLOAT),
@@ -22,7 +28,7 @@ class LearnedGrid(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """The symmetric learned grids of a weight's rows; with NULL for smallest, the scales are used as they are."""
+    """The symmetric learned grids of a weight's rows; smallest may be NULL."""
 
     _fields_ = [
         ("scales", POINTER), ("smallest", POINTER), ("low", FLOAT), ("high", FLOAT), ("factor", DOUBLE),
@@ -43,7 +49,7 @@ class Extent(ctypes.Structure):
 
 
 class Rescaling(ctypes.Structure):
-    """The addresses of a layer's biases and scales, one per channel, and the bounds of the clip behind it."""
+    """Biases and scales of a layer, one per channel, and the clip behind it."""
 
     _fields_ = [("bias", POINTER), ("scale", POINTER), ("floor", FLOAT), ("ceiling", FLOAT)]
 
@@ -66,7 +72,7 @@ class Pool(ctypes.Structure):
     ]  # fmt: skip
 
 
-SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[type, ...]] = {
     "fake_quantize": (POINTER, POINTER, SIZE, Grid, INT),
     "fake_quantize_backward": (POINTER, POINTER, POINTER, SIZE, Grid, POINTER, INT),
     "squared_error": (POINTER, SIZE, Grid, INT),
@@ -95,13 +101,13 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "look_up": (POINTER, POINTER, SIZE, POINTER, INT),
     "gate": (POINTER, POINTER, POINTER, SIZE, Extent, Grid, Grid, INT),
 }  # fmt: skip
-"""Argument types by function. A function returns nothing unless `RESULTS` says so; None as an address is NULL."""
+"""Argument types by function; a function returns nothing unless `RESULTS` says so."""
 
-RESULTS: dict[str, Any] = {"squared_error": DOUBLE, "all_finite": INT}
+RESULTS: dict[str, type] = {"squared_error": DOUBLE, "all_finite": INT}
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Declare the functions to ctypes, which otherwise takes any number of arguments, each number as an int."""
+    """Declare the functions to ctypes, which otherwise takes each number as an int."""
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, RESULTS.get(name)

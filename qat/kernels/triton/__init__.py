@@ -1,1 +1,1 @@
-"""Kernels in Triton, for devices that it knows; imported at the first tensor on one."""
+"""Kernels in Triton, imported at the first tensor on a device that it knows."""

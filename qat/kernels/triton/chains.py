@@ -1,14 +1,15 @@
-"""BatchNorm, clip and quantizer in as few passes over memory as they need; without the norm, see `quantizers`.
+"""BatchNorm, clip and quantizer in as few passes over memory as they need.
 
-A tensor is a matrix: of pixels and channels where channels are innermost (`last`), else of images times channels and
-pixels. With v = (y * alpha + offset) / step, worked out for each channel beforehand, the value is
+Without the norm, see `quantizers`. A tensor is a matrix: of pixels and channels where channels are innermost (`last`),
+else of images times channels and pixels. With v = (y * alpha + offset) / step, worked out for each channel beforehand,
+the value is
 
     step * round(clamp(v, floor / step, ceiling / step, low - zero, high - zero))
 
 Sums are taken tile by tile in one order, and the tiles' sums in float64, so that a step is reproducible to the bit.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +35,7 @@ PARTS = 256
 
 @triton.jit
 def _tile(rows, width, channels, row, column, last: tl.constexpr, height: tl.constexpr, breadth: tl.constexpr):
-    """Where a tile begins, its offsets from there, which elements exist; its channels, and which of them exist."""
+    # Where a tile begins, its offsets from there, which elements exist; its channels, and which of them exist.
     r, c = row + tl.arange(0, height), column + tl.arange(0, breadth)
     start = row.to(tl.int64) * width + column
     at = tl.arange(0, height)[:, None] * width + tl.arange(0, breadth)[None, :]
@@ -51,7 +52,7 @@ def _statistics(
     y, sums, rows, width, channels, turns, across,
     last: tl.constexpr, height: tl.constexpr, breadth: tl.constexpr,
 ):  # fmt: skip
-    """Sums of y - origin and of its square; the origin is a channel's first value, so that no digits cancel."""
+    # Sums of y - origin and of its square; the origin is a channel's first value, so that no digits cancel.
     part, column = tl.program_id(0) // across, (tl.program_id(0) % across) * breadth
     row = part * height * (turns if last else 1)
     _, _, _, channel, known = _tile(rows, width, channels, row, column, last, height, breadth)
@@ -78,7 +79,7 @@ def _statistics(
 
 @triton.jit
 def _total(sums, parts, channels, c, there, chunk: tl.constexpr):
-    """The sum of all parts for these channels, in float64."""
+    # The sum of all parts for these channels, in float64.
     total = tl.zeros((c.shape[0],), DOUBLE)
     for first in range(0, parts, chunk):
         p = first + tl.arange(0, chunk)
@@ -93,7 +94,7 @@ def _settle(
     share, eps,
     follows: tl.constexpr, moves: tl.constexpr, last: tl.constexpr, chunk: tl.constexpr, breadth: tl.constexpr,
 ):  # fmt: skip
-    """Mean, 1 / sqrt(variance + eps), alpha, and alpha and offset in steps, for each channel; moves running ones."""
+    # Mean, 1 / sqrt(variance + eps), alpha, and alpha and offset in steps, for each channel; moves running ones.
     c = tl.program_id(0) * breadth + tl.arange(0, breadth)
     there = c < channels
     if follows:
@@ -146,7 +147,7 @@ def _norm_sums(
     grad, y, sums, known_of, scale, smallest, zero_point, low, high, floor, ceiling, rows, width, channels, turns,
     across, affine: tl.constexpr, last: tl.constexpr, height: tl.constexpr, breadth: tl.constexpr,
 ):  # fmt: skip
-    """Sums of masked, of masked * (y - mean), and of grad * slope; masked is grad where it passes."""
+    # Sums of masked, of masked * (y - mean), and of grad * slope; masked is grad where it passes.
     _, lowest, highest, floor, ceiling = _grid_in_force(scale, smallest, zero_point, low, high, floor, ceiling, affine)
     part, column = tl.program_id(0) // across, (tl.program_id(0) % across) * breadth
     row = part * height * (turns if last else 1)
@@ -183,7 +184,7 @@ def _settle_sums(
     sums, known_of, out, parts, channels, count,
     follows: tl.constexpr, chunk: tl.constexpr, breadth: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gamma and beta, what the batch's statistics take off y's gradient, and the scale's sum."""
+    # The gradients of gamma and beta, what the batch's statistics take off y's gradient, and the scale's sum.
     c = tl.program_id(0) * breadth + tl.arange(0, breadth)
     there = c < channels
     one = _total(sums, parts, channels, c, there, chunk)
@@ -202,7 +203,7 @@ def _norm_gradient(
     grad, y, out, known_of, settled, scale, smallest, zero_point, low, high, floor, ceiling, rows, width, channels,
     across, affine: tl.constexpr, last: tl.constexpr, height: tl.constexpr, breadth: tl.constexpr,
 ):  # fmt: skip
-    """alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) * inverse^2)."""
+    # alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) * inverse^2)
     _, lowest, highest, floor, ceiling = _grid_in_force(scale, smallest, zero_point, low, high, floor, ceiling, affine)
     row, column = tl.program_id(0) // across * height, tl.program_id(0) % across * breadth
     start, at, there, channel, known = _tile(rows, width, channels, row, column, last, height, breadth)
@@ -231,7 +232,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, outer: int, channels: int, inner: int) -> "Shape":
-        """From the lengths of `sizes_of`."""
+        """Return the shape of the lengths of `sizes_of`."""
         last = inner == 1
         rows, width = (outer, channels) if last else (outer * channels, inner)
         breadth = min(128 if last else 256, max(16, triton.next_power_of_2(width)))
@@ -248,7 +249,7 @@ class Shape(NamedTuple):
         return (-(-self.rows // self.height) * self.across,)
 
     def shares(self) -> tuple[int, int, int, int]:
-        """For sums: programs, tiles of each, programs from left to right, and how many sums a channel has."""
+        """Return programs, tiles of each, programs across, and the sums of a channel."""
         down = -(-self.rows // self.height)
         if not self.last:
             return down, self.across, 1, self.rows // self.channels
@@ -257,7 +258,7 @@ class Shape(NamedTuple):
         return parts * self.across, turns, self.across, parts
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, int]:
         """Constants of the kernels over tiles."""
         return {"last": self.last, "height": self.height, "breadth": self.breadth, **OPTIONS}
 
@@ -280,7 +281,7 @@ CHUNK, FEW = 32, 16
 
 
 def settled_norm(y: Tensor, shape: Shape, norm: Norm, grid: Grid) -> Tensor:
-    """Five rows of a number a channel, as `_settle` writes them; moves running statistics in place."""
+    """Return a row of each number of `_settle`, and move running statistics in place."""
     programs, turns, across, parts = shape.shares()
     sums = y.new_empty((2, parts, shape.channels) if norm.follows else (1,), dtype=torch.float32)
     if norm.follows:
@@ -296,7 +297,7 @@ def settled_norm(y: Tensor, shape: Shape, norm: Norm, grid: Grid) -> Tensor:
 
 
 def norm_quantize(y: Tensor, shape: Shape, known: Tensor, grid: Grid) -> Tensor:
-    """The values on the grid, in the memory format of y."""
+    """Return the values on the grid, in the memory format of y."""
     out = torch.empty_like(y)
     _norm_quantize[shape.tiles](
         y, out, known, *grid.arguments, shape.rows, shape.width, shape.channels, shape.across, affine=grid.affine,
@@ -308,7 +309,7 @@ def norm_quantize(y: Tensor, shape: Shape, known: Tensor, grid: Grid) -> Tensor:
 def norm_quantize_backward(
     grad: Tensor, y: Tensor, shape: Shape, known: Tensor, grid: Grid, follows: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of y, gamma, beta and scale; grad is in the memory format of y."""
+    """Return the gradients of y, gamma, beta and scale; grad has y's memory format."""
     programs, turns, across, parts = shape.shares()
     sums = y.new_empty((3, parts, shape.channels), dtype=torch.float32)
     sizes = (shape.rows, shape.width, shape.channels)
@@ -328,11 +329,12 @@ def norm_quantize_backward(
 
 
 def works(x: Tensor, scale: Tensor) -> bool:
-    """Whether the kernels are right here for [0.26, -9.0, 0.5] and a step of 0.5."""
+    """Return True if the kernels are right for [0.26, -9.0, 0.5] and a step of 0.5."""
     grid = Grid(scale, scale / 32, None, (-8.0, 7.0, 0.0, 1.0, 0.0), (0.0, 6.0))
     y, shape, ones = x.view(3, 1), Shape.of(3, 1, 1), torch.ones_like(x[:1])
     known = settled_norm(y, shape, Norm(ones, ones * 0, ones * 0, ones, None, 0.0, None, False), grid)
-    found: list[Any] = [norm_quantize(y, shape, known, grid), sum_quantize(x, x, grid, x.dtype)]
+    found: list[Tensor | None] = [norm_quantize(y, shape, known, grid), sum_quantize(x, x, grid, x.dtype)]
     found += [norm_quantize_backward(y, y, shape, known, grid, False)[0], sum_quantize_backward(x, x, x, grid, True)[0]]
     wanted = [[0.5, 0, 0.5], [0.5, 0, 1], [0.26, 0, 0.5], [0.26, 0, 0.5]]
-    return all(torch.allclose(each.flatten(), x.new_tensor(values)) for each, values in zip(found, wanted, strict=True))
+    pairs = zip(found, wanted, strict=True)
+    return all(each is not None and torch.allclose(each.flatten(), x.new_tensor(values)) for each, values in pairs)

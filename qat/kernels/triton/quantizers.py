@@ -1,13 +1,13 @@
-"""The fake-quantizer, and clip and quantizer of a tensor or of a sum of two, in one launch each way.
+"""The fake-quantizer, and clip and quantizer of a tensor or a sum.
 
-Tensors are float32, bfloat16 or float16, dense in any order.
+Each is one launch each way. Tensors are float32, bfloat16 or float16, dense in any order.
 
 Values are those of the formula, but for the sign of zero: a true division, halves to even, all in float32. The sums of
 a scale's gradient are taken block by block in one order, so that a step is reproducible.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,20 +20,20 @@ from qat.kernels.cpu.quantizers import in_layout_of, rows_of
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 BLOCK = 1024
-"""Elements of a program: eight a thread, which loads and stores 16 bytes at a time."""
+"""Elements of a program: eight a thread, which loads and stores 16 bytes at once."""
 
 MOST_TURNS = 16
-"""Blocks of a row that one program sums up, so that no other launch is needed for it."""
+"""Blocks of a row that one program sums up, so that no other launch is needed."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Nothing is rounded less often than in the formula."""
+"""Options with which nothing is rounded less often than in the formula."""
 
 WHOLE = tl.constexpr(8388608.0)  # 2^23: from here on float32 holds whole numbers only
 
 
 @triton.jit
 def _rint(v):
-    """v rounded to the nearest integer, halves to even, as adding 2^23 rounds it; -0.3 becomes -0.0."""
+    # v rounded to the nearest integer, halves to even, as adding 2^23 rounds it; -0.3 becomes -0.0.
     size = tl.abs(v)
     rounded = tl.where(size < WHOLE, (size + WHOLE) - WHOLE, size)
     return tl.where(v < 0, -rounded, rounded)
@@ -41,7 +41,7 @@ def _rint(v):
 
 @triton.jit
 def _grid_at(scale, zero_point, row, low, high, affine: tl.constexpr):
-    """Step, and its lowest and highest multiple. A NaN of the zero point makes the step one: every value is then."""
+    # Step, and its lowest and highest multiple. A NaN of the zero point makes the step one: every value is then.
     zero, step = 0.0, tl.load(scale + row)
     if affine:
         given = tl.load(zero_point + row).to(tl.float32)
@@ -52,7 +52,7 @@ def _grid_at(scale, zero_point, row, low, high, affine: tl.constexpr):
 
 @triton.jit
 def _place(width, blocks, block: tl.constexpr):
-    """The row of a program, where its elements begin, their offsets from there, and which of them exist."""
+    # The row of a program, where its elements begin, their offsets from there, and which of them exist.
     row, at = tl.program_id(0) // blocks, tl.arange(0, block)
     start = (tl.program_id(0) % blocks).to(tl.int64) * block
     return row, row.to(tl.int64) * width + start, at, at < width - start
@@ -88,7 +88,7 @@ def _gradients(
 
 
 def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
-    """Whether the kernels take this tensor and this grid."""
+    """Return True if the kernels take this tensor and this grid."""
     plain = all(type(each) in (Tensor, torch.nn.Parameter) for each in (x, scale))
     if not (plain and x.dtype in DTYPES and scale.dtype is torch.float32 and x.numel() and is_dense(x)):
         return False
@@ -99,18 +99,18 @@ def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
 
 
 def _launch(x: Tensor, scale: Tensor) -> tuple[int, int, int]:
-    """Rows with a scale each, their length, and how many blocks cover one."""
+    # Rows with a scale each, their length, and how many blocks cover one.
     rows = rows_of(x, scale)
     width = x.numel() // rows
     return rows, width, -(-width // BLOCK)
 
 
 class TritonKernels:
-    """What `qat.functional` calls in place of its formula."""
+    """The fake-quantizer in Triton, called in place of the formula."""
 
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-        """x on the grid, in its own memory format."""
+        """Return x on the grid, in its own memory format."""
         layout = torch.contiguous_format if x.is_contiguous() else torch.preserve_format  # as `CPUKernels`
         y, (rows, width, blocks) = torch.empty_like(x, memory_format=layout), _launch(x, scale)
         _quantize[(rows * blocks,)](
@@ -124,9 +124,9 @@ class TritonKernels:
         grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
         needs: tuple[bool, ...] = (True, True, True),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """All gradients in one pass over x and grad, without any factor."""
+        """Return all gradients in one pass over x and grad, without any factor."""
         grad, (rows, width, blocks) = in_layout_of(grad, x), _launch(x, scale)
-        out: Any = torch.empty_like(grad) if needs[0] else None
+        out = torch.empty_like(grad) if needs[0] else None
         sums = torch.empty((2, rows, blocks), dtype=torch.float32, device=x.device)
         _gradients[(rows * blocks,)](
             grad, x, out, sums, scale, zero_point, width, blocks, float(qmin), float(qmax),
@@ -137,7 +137,7 @@ class TritonKernels:
 
 
 CHAIN_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-"""y * alpha + offset is rounded once, as in C."""
+"""Options with which y * alpha + offset is rounded once, as in C."""
 
 LARGEST = tl.constexpr(1e18)  # of a step, as `positive_scale` reads it
 
@@ -146,7 +146,7 @@ DOUBLE = tl.float64
 
 @triton.jit
 def _grid_in_force(scale, smallest, zero_point, low, high, floor, ceiling, affine: tl.constexpr):
-    """The step, its lowest and highest multiple, and floor and ceiling in steps."""
+    # The step, its lowest and highest multiple, and floor and ceiling in steps.
     given, least = tl.load(scale), tl.load(smallest)
     step = tl.minimum(tl.where(given >= least, given, least), LARGEST)
     zero = 0.0
@@ -157,7 +157,7 @@ def _grid_in_force(scale, smallest, zero_point, low, high, floor, ceiling, affin
 
 @triton.jit
 def _passing(v, lowest, highest, floor, ceiling):
-    """Whether the gradient passes at v, and the slope of the scale's gradient."""
+    # True where the gradient passes at v, and the slope of the scale's gradient.
     clipped = tl.minimum(tl.maximum(v, floor), ceiling)
     bounded = tl.minimum(tl.maximum(clipped, lowest), highest)
     inside = bounded == clipped
@@ -170,7 +170,7 @@ def _sum_quantize(
     a, b, out, scale, smallest, zero_point, low, high, floor, ceiling, width, blocks,
     joins: tl.constexpr, affine: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Of rows with a scale each."""
+    # Of rows with a scale each.
     row, start, at, there = _place(width, blocks, block)
     step, lowest, highest, floor, ceiling = _grid_in_force(
         scale + row, smallest + row, zero_point, low, high, floor, ceiling, affine
@@ -186,7 +186,7 @@ def _sum_quantize(
 
 @triton.jit
 def _scaled(total, scale, smallest, row, factor, relative: tl.constexpr):
-    """factor * total, times step^2 if `relative`; none that lowers a scale below its least value."""
+    # factor * total, times step^2 if `relative`; none that lowers a scale below its least value.
     found = total.to(tl.float32) * factor
     given, least = tl.load(scale + row), tl.load(smallest + row)
     if relative:
@@ -201,7 +201,7 @@ def _sum_gradient(
     joins: tl.constexpr, writes: tl.constexpr, whole: tl.constexpr, relative: tl.constexpr, affine: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the sum, and what `turns` blocks add to that of their row's scale: all of it, if `whole`."""
+    # The gradient of the sum, and what `turns` blocks add to that of their row's scale: all of it, if `whole`.
     row = tl.program_id(0) // blocks
     step, lowest, highest, floor, ceiling = _grid_in_force(
         scale + row, smallest + row, zero_point, low, high, floor, ceiling, affine
@@ -226,7 +226,7 @@ def _sum_gradient(
 
 @triton.jit
 def _scale_gradient(sums, out, scale, smallest, parts, factor, relative: tl.constexpr, block: tl.constexpr):
-    """Of the sums of each row's parts."""
+    # Of the sums of each row's parts.
     row = tl.program_id(0)
     total = tl.zeros((block,), DOUBLE)
     for first in range(0, parts, block):
@@ -245,17 +245,17 @@ class Grid(NamedTuple):
     bounds: tuple[float, float]
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[object, ...]:
         """Pointers and numbers, in the kernels' order."""
         return self.scale, self.smallest, self.zero_point, self.levels[0], self.levels[1], *self.bounds
 
     @property
     def affine(self) -> bool:
-        """Whether there is a zero point."""
+        """True if there is a zero point."""
         return self.zero_point is not None
 
     def gradient(self, sums: Tensor) -> Tensor:
-        """The gradient of the scales, of what the blocks of their rows added up."""
+        """Return the gradient of the scales, of what the blocks of their rows added up."""
         out, rows = torch.empty_like(self.scale), self.scale.numel()
         count = sums.numel() // rows
         _scale_gradient[(rows,)](
@@ -266,7 +266,7 @@ class Grid(NamedTuple):
         return out
 
     def blocks(self, x: Tensor) -> tuple[int, int, int]:
-        """Programs for x, the length of a row with a scale of its own, and how many programs a row has."""
+        """Return programs for x, the length of a row with its own scale, programs a row."""
         rows = self.scale.numel()
         width = x.numel() // rows
         blocks = -(-width // BLOCK)
@@ -274,7 +274,7 @@ class Grid(NamedTuple):
 
 
 def sum_quantize(a: Tensor, b: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """a + b, clipped, on the grid; both have the same strides, without gaps. b is None: a alone."""
+    """Return a + b, or a if b is None, clipped, on the grid; strides have to be equal."""
     out, (programs, *sizes) = torch.empty_like(a, dtype=dtype), grid.blocks(a)
     _sum_quantize[(programs,)](
         a, b, out, *grid.arguments, *sizes, joins=b is not None, affine=grid.affine, block=BLOCK, **CHAIN_OPTIONS
@@ -285,7 +285,7 @@ def sum_quantize(a: Tensor, b: Tensor | None, grid: Grid, dtype: torch.dtype) ->
 def sum_quantize_backward(
     grad: Tensor, a: Tensor, b: Tensor | None, grid: Grid, writes: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradients of the sum, if it `writes` one, and of the scales; grad is in the memory format of a."""
+    """Return the gradients of the sum, if it `writes` one, and of the scales."""
     programs, width, blocks = grid.blocks(a)
     whole = programs > blocks and blocks <= MOST_TURNS  # a program for each row's scale
     turns, blocks = (blocks, 1) if whole else (1, blocks)

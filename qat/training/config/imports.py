@@ -63,7 +63,6 @@ def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
 
 
 def reason(error: Exception) -> str:
-    """Describe an exception in part of one line."""
     message = textwrap.shorten(str(error), 200, placeholder=" ...")
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

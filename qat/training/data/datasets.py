@@ -36,7 +36,6 @@ DOWNLOADED = ("cifar10", "cifar100", "mnist", "fashion_mnist", "voc")
 
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
-    """Open the data set that `config` names."""
     own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
     if why is not None and config.root is not None:
         raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
@@ -212,7 +211,6 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
-    """Return the images of both splits by name, and the names of the classes."""
     try:
         found = {}
         for split in SPLITS:

@@ -1,7 +1,4 @@
-"""Data sets of labelled images, and one picture as the model's input.
-
-The images of a split are in memory (`ImageArray`), or in files that are decoded one by one (`ImageFiles`).
-"""
+"""Data sets of labelled images in memory or files; one picture as model input."""
 
 import hashlib
 import os

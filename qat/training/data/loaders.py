@@ -155,10 +155,7 @@ class RankBatches(Sampler[list[SampleKey]]):
 
 
 class Loader:
-    """Batches of images (N, 3, H, W) and labels (N,), each rank's share of them.
-
-    `RankBatches` says what `whole` and `alone` are. A UserError is raised for an image that cannot be read.
-    """
+    """Batches of images (N, 3, H, W) and labels (N,), shared as in `RankBatches`."""
 
     def __init__(
         self,
@@ -185,7 +182,7 @@ class Loader:
         )
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Choose the epoch (0 is the first) of order and augmentation, and the first batch."""
+        """Choose the epoch (0 is the first) of order and augmentation, and a first batch."""
         self._order.epoch, self._shares.first = epoch, first
 
     def __len__(self) -> int:
@@ -215,7 +212,6 @@ class Data:
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
-    """Open the data set that `config` names, and make its loaders."""
     if config.batch_size % (count := rank_count()):
         what = f"{config.batch_size} is of all ranks together, and {count} cannot share it evenly"
         raise UserError(f"data.batch_size: {what}; use a multiple of {count}")

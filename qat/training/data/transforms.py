@@ -50,7 +50,6 @@ class Preprocessing:
     resized_by: Literal["pillow", "torch"] = "pillow"
 
     def apply(self, picture: Picture) -> Tensor:
-        """Resize the shorter side, crop the centre, normalise."""
         return ToInput(self.mean, self.std)(cropped(resized(picture, self.resize_size), self.image_size))
 
 
@@ -80,12 +79,11 @@ def _width_and_height(picture: Picture) -> tuple[int, int]:
 
 
 def pixels_of(image: Image.Image) -> Tensor:
-    """Return an 8-bit RGB image as a tensor (3, H, W)."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 class ToInput:
-    """Normalisation of a picture, or of uint8 (..., C, H, W): (pixel/255 - mean) / std."""
+    """Normalisation of a picture, or uint8 (..., C, H, W): (pixel/255 - mean) / std."""
 
     def __init__(self, mean: Channels, std: Channels) -> None:
         self.mean = torch.tensor(mean).mul(255).view(3, 1, 1)
@@ -102,17 +100,12 @@ class ToInput:
         return images.mul(self.std).add(self.mean).round().clamp(0, 255).to(torch.uint8)
 
 
-class Cutout:
+def cutout(image: Tensor, side: int) -> Tensor:
     """Set a square with a random centre to 0, the mean (arXiv:1708.04552)."""
-
-    def __init__(self, side: int) -> None:
-        self.side = side
-
-    def __call__(self, image: Tensor) -> Tensor:
-        top, left = (int(torch.randint(length, ())) - self.side // 2 for length in image.shape[1:])
-        # At the border, only a part of the square lies inside.
-        image[:, max(0, top) : max(0, top + self.side), max(0, left) : max(0, left + self.side)] = 0
-        return image
+    top, left = (int(torch.randint(length, ())) - side // 2 for length in image.shape[1:])
+    # At the border, only a part of the square lies inside.
+    image[:, max(0, top) : max(0, top + side), max(0, left) : max(0, left + side)] = 0
+    return image
 
 
 def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
@@ -134,7 +127,7 @@ def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
     if augment.random_erasing:
         steps.append(v2.RandomErasing(augment.random_erasing))
     if augment.cutout:
-        steps.append(Cutout(augment.cutout))
+        steps.append(partial(cutout, side=augment.cutout))
     pipeline: Transform = v2.Compose(steps)
     return pipeline
 

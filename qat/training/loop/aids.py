@@ -1,7 +1,4 @@
-"""Hooks around the steps of a stage: those of rules, and the aids of the config.
-
-The aids are classes of `qat.finetuning`.
-"""
+"""Hooks around the steps of a stage: those of rules, and aids of `qat.finetuning`."""
 
 import copy
 from collections.abc import Callable
@@ -19,6 +16,7 @@ from qat.quantizer import Quantizer
 from qat.training.config.imports import reason
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
+from qat.training.data.loaders import Data
 from qat.training.errors import UserError, problems_of, value_errors_reported
 from qat.training.loop.stage import Batch, Mixing, TrainBatches
 from qat.training.model import build_model, load_float_weights
@@ -136,21 +134,13 @@ def build_distillation(
     return Distillation(teacher, amp=amp, **wanted.model_dump(include={"temperature", "weight", "features"}))
 
 
-def check_distillation(
-    config: RunConfig,
-    model: nn.Module,
-    prepared: nn.Module,
-    image_shape: tuple[int, int, int],
-    classes: int,
-    *,
-    with_weights: bool = True,
-) -> None:
+def check_distillation(config: RunConfig, model: nn.Module, prepared: nn.Module, data: Data, anew: bool) -> None:
     """Distil once, so that a teacher that does not fit shows before any training."""
     wanted = config.qat.distillation
     if wanted is None:
         return
-    teacher = copy.deepcopy(model) if wanted.teacher is None else _other(wanted.teacher, classes, with_weights)
-    student, images = copy.deepcopy(model), torch.zeros(2, *image_shape)
+    teacher = copy.deepcopy(model) if wanted.teacher is None else _other(wanted.teacher, len(data.classes), anew)
+    student, images = copy.deepcopy(model), torch.zeros(2, *data.image_shape)
     try:
         with torch.no_grad(), evaluating(student):
             distillation = Distillation(teacher, features=wanted.features)

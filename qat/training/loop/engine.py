@@ -1,7 +1,4 @@
-"""Training loop of one stage: epochs, steps, and what is saved of them.
-
-The host reads the results of the steps from the device every `log_every` steps only.
-"""
+"""Training loop of one stage; the device is read every `log_every` steps only."""
 
 import math
 import time
@@ -240,11 +237,7 @@ class Training:
         return to_device(batch, self.run.device, channels_last=self.run.config.channels_last)
 
     def step(self, group: list[Batch], watched: bool = False) -> tuple[Tensor, list[str]]:
-        """Run one optimizer step over a group of batches.
-
-        Returns:
-            (loss, correct, gradient norm, added losses ...) on the device, and the names of the added ones.
-        """
+        """Run an optimizer step; return (loss, correct, norm, added ...) and their names."""
         if self.forward is None:
             first = group[0]
             self.model = averaged(self.aids.student, lambda forward: self.total_of(first, forward)[0])

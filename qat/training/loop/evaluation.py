@@ -39,10 +39,10 @@ def evaluate(
     forward: Callable[[Tensor], object] | None = None,
     task: Task = CLASSIFICATION,
 ) -> Evaluation:
-    """Run a model over a split in eval mode; restore its mode and torch's random state.
+    """Run a model over a split in eval mode.
 
-    A `forward` is called in the model's place, a faster way through it. Each rank brings its share of the split, and
-    all get the results of the whole.
+    Its mode and torch's random state are restored. A `forward` is called in the model's place, a faster way through it.
+    Each rank brings its share of the split, and all get the results of the whole.
     """
     total, images_seen = torch.zeros((), dtype=torch.float64, device=device), 0
     counts: Tensor | None = None

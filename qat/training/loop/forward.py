@@ -33,7 +33,6 @@ Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def check_graphs(device: torch.device, cuda_graphs: str | bool) -> None:
-    """Raise a UserError if CUDA graphs are asked for and the device has none."""
     if cuda_graphs is True and device.type != "cuda":
         raise UserError(f"cuda_graphs: true needs a CUDA device; on device {device.type!r} leave it out")
 
@@ -87,10 +86,7 @@ ONE_BUCKET = 2**20  # megabytes, more than any model's gradients have
 
 
 def averaged(model: nn.Module, loss_of: LossOf) -> nn.Module:
-    """Wrap the model so that its backward averages gradients over the ranks.
-
-    On one rank it is the model itself. A trial step with `loss_of` finds parameters without a gradient.
-    """
+    """Wrap the model to average gradients over the ranks; on one rank, return it."""
     if rank_count() == 1:
         return model
     learning = {name for name, each in model.named_parameters() if each.requires_grad}
@@ -142,16 +138,13 @@ class _Alone(nn.Module):  # torch replaces the forward of the module that it rec
 
 
 class EvaluationGraph:
-    """A model under no_grad, recorded at the first batch at which no hook looks.
-
-    The next call overwrites the memory of the result.
-    """
+    """A model under no_grad, recorded at the first batch at which no hook looks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.layout: Layout | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.images, self.result = Tensor(), Tensor()
+        self.images, self.result = Tensor(), Tensor()  # their memory is the graph's: each call overwrites it
 
     def __call__(self, images: Tensor) -> object:
         if self.layout is None and not is_watched(self.model):

@@ -49,12 +49,9 @@ class Meter:
         return {"loss": self.loss / self.images, "right": right, "images_per_second": speed}
 
     def read(self, curves: Mapping[str, Tensor] | None = None) -> tuple[list[float], dict[str, float]]:
-        """Wait for the device, and add up the rows (loss, correct, norm, added ...).
+        """Wait for the device, add up the rows; return the losses and values of curves.
 
-        All ranks read at the same time, each has its share of the images, and all get the same results.
-
-        Returns:
-            The losses, and the values of curves, which are of this rank alone.
+        All ranks read at the same time, and get the same results; values of curves are of this rank alone.
         """
         if not self.rows:
             return [], {}
@@ -123,7 +120,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, left: str, note: str = "") -> None:
-    """Log the validation metrics, and print a line about the epoch."""
     task = run.config.task
     run.log.scalars(run.name, "val", {"loss": validation.loss, task.metric: validation.score}, run.step(epoch + 1))
     parts = [

@@ -19,11 +19,7 @@ WARMUP_START = 0.01  # share of the peak learning rate at the first step
 
 
 def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimizer:
-    """Build SGD or AdamW over `qat.parameter_groups`.
-
-    SGD has Nesterov momentum, if there is momentum. The model is on the device and in the memory format of its
-    training. The result is a `TwoOptimizers` if scales use another optimizer.
-    """
+    """Build the optimizer over `qat.parameter_groups`, or two if scales use another."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: it has no trainable parameter; set epochs to 0 or unfreeze some")
     own: dict[str, Any] = {"quantizer_lr_factor": 1.0}
@@ -50,6 +46,7 @@ def _optimizer(kind: str, groups: list[State], stage: StageConfig) -> torch.opti
     momentum, nesterov = stage.momentum, stage.momentum > 0
     optimizer = torch.optim.SGD(groups, lr=stage.lr, momentum=momentum, nesterov=nesterov, fused=fused or None)
     if stage.momentum:
+        # Buffers are like the parameters, which are on their device and in their memory format already. Without these,
         # torch's fused step leaves a buffer without values where a gradient scaler skips the first one, as it mostly
         # does, and takes no parameter whose first gradient comes later than others'.
         for parameter in parameters:
@@ -87,10 +84,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_p
 
 
 class TwoOptimizers(torch.optim.Optimizer):
-    """Optimizers of different parameters that step together.
-
-    Its groups are the same dictionaries as those of its parts, so that a schedule reaches them.
-    """
+    """Optimizers that step together; its groups are the same dicts as its parts'."""
 
     def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
         self.parts = tuple(parts)

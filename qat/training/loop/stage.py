@@ -77,7 +77,6 @@ class StageRun:
 
     @property
     def in_graphs(self) -> bool:
-        """True if steps and evaluations run as CUDA graphs."""
         return self.wants_graphs and self.graphs_refused is None
 
     @property

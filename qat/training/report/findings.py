@@ -212,11 +212,8 @@ def change_of(result: Json, row: Json, side: str, part: str) -> tuple[float, flo
 
 
 def stands_out(result: Json, row: Json) -> bool:
-    """Return True if a layer costs much of the accuracy.
-
-    The model is worse with only this layer quantized and better with all but it, both beyond noise, and the latter
-    gives back at least `SHARE` of what quantization costs in all.
-    """
+    """Return True if quantizing a layer alone hurts, and sparing it alone helps."""
+    # Both beyond noise, and the latter gives back at least `SHARE` of what quantization costs in all.
     least = SHARE * (result["baseline"]["loss"] - result["float"]["loss"])
     (_, worse, alone), (_, better, without) = (change_of(result, row, side, "both") for side in ("only", "all_but"))
     return alone and without and worse > 0 and -better > max(least, 0)

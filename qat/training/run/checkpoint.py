@@ -1,7 +1,4 @@
-"""Checkpoints and float weights.
-
-They are written atomically, and read without unpickling code and with a check of their checksums.
-"""
+"""Checkpoints and float weights: atomic, without unpickled code, with checksums."""
 
 import hashlib
 import random
@@ -122,7 +119,6 @@ def check_same_data(payload: State, classes: list[str], contents: Json) -> list[
 
 
 def restore_model(path: Path, payload: State, model: nn.Module) -> None:
-    """Load a checkpoint into a model that was built and prepared as then."""
     load_state(model, payload["model"], f"{path}: the checkpoint is of another model")
 
 
@@ -157,10 +153,7 @@ class DamagedError(Exception):
 
 
 def read_archive(path: Path) -> object:
-    """Read tensors and plain values of a torch.save file onto the CPU.
-
-    Raises `DamagedError` for a wrong checksum; torch.load raises many kinds of errors.
-    """
+    """Read tensors and plain values of a torch.save file; DamagedError if damaged."""
     if zipfile.is_zipfile(path):  # torch before 1.6 wrote no archives
         try:
             with zipfile.ZipFile(path) as archive:

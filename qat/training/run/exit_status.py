@@ -66,7 +66,6 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
 
 
 def is_memory_shortage(error: BaseException) -> bool:
-    """Return True if memory ran out, here or in a loader process."""
     words = ("DefaultCPUAllocator", "DataLoader worker (pid")  # torch has an exception type for CUDA only
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)
 

@@ -91,14 +91,12 @@ class RunLock:
         return self._is_locked()
 
     def is_there(self) -> bool:
-        """Return True if the locked file is still the one in the folder."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
         except OSError:
             return False
 
     def release(self) -> None:
-        """Release the lock; further calls do nothing."""
         with _guard:
             if _held.get(self._key) is self:
                 del _held[self._key]
@@ -127,7 +125,6 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file of the run atomically; see `atomic_write`."""
     check_folder(path.parent)
     try:
         # One name for all runs: what a killed run leaves is replaced by the next.

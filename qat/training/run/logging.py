@@ -56,7 +56,6 @@ class RunLog:
         return self._writers[run]
 
     def say(self, text: str) -> None:
-        """Print text on standard output, above a progress bar if there is one."""
         if self.writes:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()

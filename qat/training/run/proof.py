@@ -1,7 +1,4 @@
-"""Export at the end of a run, and its proof: the file compared with the model.
-
-Products are exact; where the runtime's default session computes others, it is compared too.
-"""
+"""Export at the end of a run, and its proof against the model."""
 
 import logging
 import math
@@ -135,10 +132,7 @@ class Proof:
 
 
 def prove(path: Path, model: fx.GraphModule, batches: Batches, task: Task = CLASSIFICATION) -> Proof:
-    """Compare predictions on all batches, and integers on the first one.
-
-    If too few predictions or values are right, `qat.export.explain_differences` looks for the reason.
-    """
+    """Compare predictions on all batches, integers on the first; explain differences."""
     try:
         needs_option()
     except RuntimeError as error:
@@ -213,7 +207,7 @@ def export_and_prove(
     example: Tensor,
     batches: Batches,
     config: RunConfig,
-    metadata: Mapping[str, object],
+    metadata: Json,
     log: RunLog,
 ) -> Proof:
     """Write the model, run it over the batches, and compare it with the file.
@@ -245,16 +239,11 @@ def export_and_prove(
 
 
 def _write(
-    model: fx.GraphModule,
-    path: Path,
-    example: Tensor,
-    metadata: Mapping[str, object],
-    exact_sums: bool,
-    config: RunConfig,
+    model: fx.GraphModule, path: Path, example: Tensor, metadata: Json, exact_sums: bool, config: RunConfig
 ) -> None:
-    options: Json = {"exact_sums": exact_sums, "packed": config.export.packed, "opset": config.export.opset}
+    packed, opset = config.export.packed, config.export.opset
     try:
-        qat.export_onnx(model, path, example, metadata=metadata, **options)
+        qat.export_onnx(model, path, example, metadata=metadata, exact_sums=exact_sums, packed=packed, opset=opset)
     except Exception as error:  # the exporter has its own types
         if isinstance(error, OSError) or is_memory_shortage(error):
             raise

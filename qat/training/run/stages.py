@@ -1,4 +1,4 @@
-"""Stages of a run, from the float model to the proof; or, dry, their cost and time."""
+"""Stages of a run, from the float model to the proof; or only their cost and time."""
 
 import itertools
 import json
