@@ -185,7 +185,7 @@ def _origins(node: fx.Node) -> set[fx.Node]:
 
 
 def penalty(model: nn.Module) -> Tensor:
-    """Return the loss terms of a model's rules: PACT's decay, the cost of learned bits.
+    """Return the loss terms of a model's rules: PACT's decay, learned bits' cost.
 
     It is 0 without such rules. It depends on parameters alone: under torch.distributed every rank adds it, and the
     average of the gradients has it once.

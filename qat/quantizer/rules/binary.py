@@ -44,7 +44,7 @@ class BinaryOptions:
 
 @register_quantizer("binary")
 class BinaryQuantizer(FixedBits):
-    """Two levels (arXiv:1603.05279): weights at their mean, activations at a learned scale.
+    """Two levels: mean of weights, learned scale of activations (arXiv:1603.05279).
 
     It has bits=1. A signed activation of one bit is not a rounding to an integer grid with a zero (0 becomes +scale),
     so it is not exportable; weights are.

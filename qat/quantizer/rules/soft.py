@@ -1,4 +1,4 @@
-"""Rules with soft staircases: `dsq` in the gradient, `stacked_sigmoid` in training."""
+"""Rules with soft staircases: `dsq` in the gradient, `stacked_sigmoid` in values."""
 
 from dataclasses import dataclass
 
