@@ -19,7 +19,7 @@ def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) 
             right = f"in {-weight.ndim}..{weight.ndim - 1}" if weight.ndim else "None"
             shape = tuple(weight.shape)
             raise ValueError(f"{caller}: channel_axis must be {right} for a weight of shape {shape}, got {axis}")
-    channels = {axis % weight.ndim for axis in given}
+    channels = {axis % weight.ndim for axis in given}  # negative ones count from the end
     return tuple(axis for axis in range(weight.ndim) if axis not in channels)
 
 

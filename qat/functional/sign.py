@@ -20,11 +20,6 @@ def two_levels(x: Tensor) -> Tensor:
     return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))  # `torch.sign` would make NaN 0
 
 
-def clipped_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return grad where |x| <= 1, else 0 (BinaryConnect, XNOR-Net)."""
-    return torch.where(x.abs() <= 1, grad, 0)
-
-
 def approximate_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return grad * (2 - 2|x|) where |x| <= 1, else 0 (Bi-Real Net), in x's dtype."""
     value, grad = widened(x, grad)
@@ -55,7 +50,7 @@ class SignGradientFunction(STEFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, *_, ctx.gradient, progress = inputs
-        if ctx.gradient != "straight_through":
+        if ctx.gradient != "straight_through":  # which needs no x
             ctx.save_for_backward(x, progress)
 
     @staticmethod
@@ -68,7 +63,9 @@ class SignGradientFunction(STEFunction):
         x, progress = ctx.saved_tensors
         if ctx.gradient == "error_decay":
             return error_decay_gradient(grad, x, progress), *others
-        return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), *others
+        if ctx.gradient == "approximate":
+            return approximate_gradient(grad, x), *others
+        return torch.where(x.abs() <= 1, grad, 0), *others  # clipped: BinaryConnect, XNOR-Net
 
 
 class SignSTEFunction(SignGradientFunction):

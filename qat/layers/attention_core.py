@@ -87,6 +87,7 @@ def multihead_attention(
     if module.bias_k is not None and module.bias_v is not None:
         keys = torch.cat([keys, module.bias_k.expand(samples, -1, -1)], 1)
         values = torch.cat([values, module.bias_v.expand(samples, -1, -1)], 1)
+        # Padded with 0: no mask reaches the added key.
         mask = None if mask is None else F.pad(mask, (0, 1))
     if module.add_zero_attn:
         keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))

@@ -15,7 +15,7 @@ from qat.spec import QuantSpec, default_spec
 
 
 class QuantLayer(QuantTwin):
-    """Mixin for the quantized twins with one weight; the other base is the float layer.
+    """Mixin for quantized twins with one weight; the other base is the float layer.
 
     Training computes with fake-quantized operands in float. Evaluation computes as the deployed integers do, if the
     input's quantizer is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So
@@ -30,11 +30,9 @@ class QuantLayer(QuantTwin):
     The other arguments are those of torch's layer, in its order; these two go by name.
     """
 
+    # Names of forward's quantizer arguments, in the order of the input tensors.
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
-    """Names of forward's quantizer arguments, in the order of the input tensors."""
-
-    sum_dtype: ClassVar[torch.dtype] = torch.float32
-    """Narrowest type in which evaluation adds integers."""
+    sum_dtype: ClassVar[torch.dtype] = torch.float32  # narrowest in which evaluation adds integers
 
     @property
     def input_axis(self) -> int:

@@ -79,7 +79,7 @@ class QuantTable(QuantLayer):
         weight = whole(self.weight.detach())
         if self.max_norm is None:
             return weight
-        everything = torch.arange(self.num_embeddings, device=weight.device)
+        everything = torch.arange(self.num_embeddings, device=weight.device)  # every index
         return torch.embedding_renorm_(weight.clone(), everything, self.max_norm, self.norm_type)
 
     def look_up(self, indices: Tensor) -> Tensor:
@@ -88,12 +88,15 @@ class QuantTable(QuantLayer):
         if self.max_norm is not None:  # shortens the float rows in place, as in torch
             with torch.no_grad():
                 torch.embedding_renorm_(weight.detach(), indices.contiguous(), self.max_norm, self.norm_type)
-        if self._is_read_by_row():
+        # Hooks, an observer or the warning of an uncalibrated quantizer need its call.
+        quantizer = self.weight_quantizer
+        silent = quantizer.is_calibrated and not quantizer.passes and (self.sparse or not has_forward_hooks(quantizer))
+        if silent and self._is_row_by_row():
             return self._quantized_rows(indices, weight)
         if self.max_norm is not None:
             # Autograd may keep the table, and the next look-up of the same step may shorten rows in it.
             weight = weight.clone()
-        sparse = self.sparse and self.weight_quantizer.is_disabled  # else the gradient of a whole quantized table
+        sparse = self.sparse and quantizer.is_disabled  # else the gradient of a whole quantized table
         return F.embedding(
             indices, self.quantized(weight), self.padding_idx, None, 2.0, self.scale_grad_by_freq, sparse
         )
@@ -116,12 +119,6 @@ class QuantTable(QuantLayer):
         quantizer = self.weight_quantizer
         plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
         return estimator_of(quantizer) == "lsq" and plain
-
-    def _is_read_by_row(self) -> bool:
-        # Hooks, an observer or the warning of an uncalibrated quantizer need its call
-        quantizer = self.weight_quantizer
-        watched = has_forward_hooks(quantizer) and not self.sparse
-        return self._is_row_by_row() and quantizer.is_calibrated and not quantizer.passes and not watched
 
 
 @register_twin(nn.Embedding)
@@ -238,8 +235,8 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
         padding = (flat == self.padding_idx)[:, None]
         if self.mode == "max":
             most = bags(rows.masked_fill(padding, -math.inf), "max")
-            return torch.where(most == -math.inf, 0.0, most)
+            return torch.where(most == -math.inf, 0.0, most)  # a bag of padding alone is 0, as in torch
         total = bags(rows.masked_fill(padding, 0.0), "sum", per_sample_weights)
         if self.mode == "sum":
             return total
-        return total / bags(padding.logical_not().to(rows.dtype), "sum").clamp(min=1)
+        return total / bags(padding.logical_not().to(rows.dtype), "sum").clamp(min=1)  # a bag may be empty

@@ -55,7 +55,7 @@ def fold_weight(
         # A negative gain turns the codes around: the scale has to stay positive.
         codes = codes * torch.sign(gain).reshape(column)
         step = step * gain.abs()
-    dead = (step == 0) | (codes.reshape(channels, -1) == 0).all(1)
+    dead = (step == 0) | (codes.reshape(channels, -1) == 0).all(1)  # channels whose output is the bias alone
     free = shift.abs().clamp(min=torch.finfo(torch.float32).tiny * DEAD_BIAS_CODE) / (input_scale * DEAD_BIAS_CODE)
     step = torch.where(dead, free, step)
     codes = torch.where(dead.reshape(column), 0, codes)

@@ -104,8 +104,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     Arguments as of torch's layer, and those of `QuantLayer`: activation_spec is the grid of inputs and hidden states.
     """
 
-    state_size: ClassVar[int] = 1
-    """Number of tensors in the state: 2 for an LSTM."""
+    state_size: ClassVar[int] = 1  # tensors in the state: 2 for an LSTM
 
     def __init__(
         self,
@@ -172,10 +171,10 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
             if input.unsorted_indices is not None:
                 state = tuple(part.index_select(1, input.unsorted_indices) for part in state)
             packed = PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
-            return packed, state if self.state_size == 2 else state[0]
+            return packed, state if self.state_size == 2 else state[0]  # no tuple from GRU and RNN
         self.check_sequence(input)
         batched = input.dim() == 3
-        swaps = batched and self.batch_first
+        swaps = batched and self.batch_first  # inside, steps stand first
         x = input.transpose(0, 1) if swaps else input if batched else input.unsqueeze(1)
         output, state = self.run_layers(x, self.first_state(x, hx, x.shape[1], batched), None)
         if not batched:

@@ -37,13 +37,10 @@ def share_parameters(source: nn.Module, target: nn.Module) -> None:
 
 
 class QuantTwin(nn.Module):
-    """Base of the quantized twins: `QuantLayer` of one weight, `CompositeTwin` of more."""
+    """Base of quantized twins: `QuantLayer` of one weight, `CompositeTwin` of more."""
 
-    float_type: ClassVar[type[nn.Module]]
-    """Float layer that this one replaces; `register_twin` sets it."""
-
-    argument_names: ClassVar[tuple[str, ...]] = ()
-    """Constructor arguments kept as attributes, besides `bias` and `dtype`."""
+    float_type: ClassVar[type[nn.Module]]  # the layer that this one replaces; `register_twin` sets it
+    argument_names: ClassVar[tuple[str, ...]] = ()  # of the constructor, kept as attributes, besides bias and dtype
 
     def __new__(cls, *args: Any, **given: Any) -> "Self":
         """Refuse a grid given by position, which torch's layer would misread."""

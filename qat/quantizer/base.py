@@ -62,34 +62,26 @@ class Quantizer(nn.Module):
         is_disabled: True if the tensor passes unchanged; see `qat.disable_fake_quant`.
         is_frozen: True if parameters get no gradient and observed ranges stay; see `qat.freeze_scales`.
         is_fixed: True if the grid is that of a runtime's kernel, and frozen for good.
+        summed_axis: axis of an activation that the next layer sums over, for rules with blocks; None if unknown.
+        exportable: True if the output lies on the integer grid that `grid()` and `codes()` describe.
+        uniform: True if values are rounded to multiples of `grid()`'s scale, which EWGS requires.
+        integers_from_bits: True if the integers follow from `spec.bits` alone, and `max_magnitude` cannot limit them.
+        roles: tensors that the rule can quantize.
+        needs_sample: True if `fit` needs all values, whatever `init` says; a min-max range keeps only the extremes.
+        drawn: names that `curves` shows besides the parameters of `add_positive`.
+        lr_factors: factors on the learning rate, by name, of learned parameters in another unit than x.
+        options_type: dataclass of the rule's own options, read from `QuantSpec.options`.
     """
 
     summed_axis: int | None = None
-    """Axis of an activation that the next layer sums over, for rules with blocks; None if unknown."""
-
     exportable: bool = True
-    """True if the output lies on the integer grid that `grid()` and `codes()` describe."""
-
     uniform: ClassVar[bool] = True
-    """True if values are rounded to multiples of `grid()`'s scale, which EWGS requires."""
-
     integers_from_bits: ClassVar[bool] = False
-    """True if the integers follow from `spec.bits` alone, and `max_magnitude` cannot limit them."""
-
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
-    """Tensors that the rule can quantize."""
-
     needs_sample: ClassVar[bool] = False
-    """True if `fit` needs all values, whatever `init` says; a min-max range keeps only the extremes."""
-
     drawn: ClassVar[tuple[str, ...]] = ()
-    """Names that `curves` shows besides the parameters of `add_positive`."""
-
     lr_factors: ClassVar[dict[str, float]] = {}
-    """Factors on the learning rate, by name, of learned parameters in another unit than x."""
-
     options_type: ClassVar[type] = NoOptions
-    """Dataclass of the rule's own options, read from `QuantSpec.options`."""
 
     # torch.distributed.checkpoint looks up every key of a state dict as an attribute.
     disabled = property(attrgetter("is_disabled"))
@@ -113,12 +105,12 @@ class Quantizer(nn.Module):
         self.is_disabled = self.is_frozen = self.is_fixed = self.is_calibrated = False
         self.spec = spec = spec.resolved(default_spec(role))
         self.role: Role = role
-        self.relative_steps = spec.grad_scale == "relative"
+        self.relative_steps = spec.grad_scale == "relative"  # see `positive`
         self.shape = tuple(shape)
         self.options = _read_options(spec.rule, self.options_type, spec.options)
         self.check_spec()
         self.add_parameters(device)
-        if spec.grad_scale != "sample" and not list(self.parameters()):
+        if spec.grad_scale != "sample" and not list(self.parameters()):  # "sample" is the default, nobody's choice
             raise ValueError(f"rule {spec.rule!r} learns nothing of {role}s: {spec.grad_scale=} has no effect")
         self.fixed_delta = DEFAULT_EWGS_DELTA if spec.ewgs_delta is None else spec.ewgs_delta
         if spec.ewgs == "hessian":
@@ -388,6 +380,7 @@ class Quantizer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         disabled, frozen = (state_dict.pop(f"{prefix}{key}", None) is not None for key in SWITCHES)
+        # Taken out, else torch would call the keys of the switches unexpected.
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if f"{prefix}calibrated" in state_dict:  # a float model's state says nothing about this quantizer
             self.is_disabled = disabled

@@ -79,14 +79,15 @@ def parameter_groups(
     bits_of = weight_bits(model) if weight_decay_by_bits else {}
     few = sorted({bits for bits in bits_of.values() if bits < LOW_BITS}, reverse=True)
     rates = {"weights": (lr, weight_decay)}
-    rates |= {f"weights_{bits}_bits": (lr, weight_decay * decay_factor_of(bits)) for bits in few}
+    rates |= {f"weights_{bits}_bits": (lr, weight_decay * 2.0 ** (max(bits, 2) - LOW_BITS)) for bits in few}
     rates |= {"norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     of_quantizers: dict[int, str] = {}
     own = lr * quantizer_lr_factor if quantizer_lr_factor is not None else quantizer_lr
     for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):  # the order of the groups
         bits = quantizer.spec.bits
-        scales = (f"quantizers_{bits}_bits", lr * lr_factor_of(bits)) if own is None else ("quantizers", own)
+        slower = (min(max(bits, LOW_BITS), HIGH_BITS) - LOW_BITS) / (HIGH_BITS - LOW_BITS)  # from 0 to 1
+        scales = (f"quantizers_{bits}_bits", lr * 0.1**slower) if own is None else ("quantizers", own)
         for name, parameter in quantizer.named_parameters():
             kind, rate = scales
             if name in quantizer.lr_factors:
@@ -98,7 +99,9 @@ def parameter_groups(
     members: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
     of_norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     for name, parameter in model.named_parameters():
-        kind = of_quantizers.get(id(parameter)) or _kind_of(name, parameter, id(parameter) in of_norms)
+        flat = parameter.dim() <= 1 or name.rpartition(".")[2] == "bias"
+        usual = "norms" if id(parameter) in of_norms else "biases" if flat else "weights"
+        kind = of_quantizers.get(id(parameter), usual)
         if kind == "weights" and bits_of.get(id(parameter)) in few:
             kind = f"weights_{bits_of[id(parameter)]}_bits"
         if parameter.requires_grad or id(parameter) in of_quantizers:
@@ -112,16 +115,6 @@ def parameter_groups(
     ]
 
 
-def lr_factor_of(bits: int) -> float:
-    """Return the learning rate of scales on so many bits, in units of that of weights."""
-    return float(0.1 ** ((min(max(bits, LOW_BITS), HIGH_BITS) - LOW_BITS) / (HIGH_BITS - LOW_BITS)))
-
-
-def decay_factor_of(bits: int) -> float:
-    """Return the weight decay on so many bits, in units of that of other weights."""
-    return 2.0 ** (min(max(bits, 2), LOW_BITS) - LOW_BITS)  # one bit decays as two do
-
-
 def _check(rates: dict[str, float | None], **given: float) -> None:
     chosen = {name: rate for name, rate in rates.items() if rate is not None}
     for name, value in (*given.items(), *chosen.items()):
@@ -130,12 +123,6 @@ def _check(rates: dict[str, float | None], **given: float) -> None:
     if len(chosen) > 1:
         both = " and ".join(f"{name}={rate!r}" for name, rate in chosen.items())
         raise ValueError(f"parameter_groups: {both} are two rates for the same parameters; give one")
-
-
-def _kind_of(name: str, parameter: nn.Parameter, of_norm: bool) -> str:
-    if of_norm:
-        return "norms"
-    return "biases" if parameter.dim() <= 1 or name.rpartition(".")[2] == "bias" else "weights"
 
 
 def weight_bits(model: nn.Module) -> dict[int, int]:

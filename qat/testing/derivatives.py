@@ -158,7 +158,7 @@ def _watch(y: Tensor) -> list[str]:
     seen, ahead = set(), [y.grad_fn]
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
+        if node is None or node in seen:  # None: an input that asks for no gradient
             continue
         seen.add(node)
         ahead += [following for following, _ in node.next_functions]

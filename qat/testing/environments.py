@@ -111,7 +111,7 @@ def _layouts(x: Tensor) -> dict[str, Tensor]:
     found = {}
     if x.ndim:
         room = x.new_empty((*x.shape[:-1], 2 * x.shape[-1]))
-        found["every second element"] = room[..., ::2].copy_(x)
+        found["every second element"] = room[..., ::2].copy_(x)  # strides of 2
     if x.ndim > 1:
         found["transposed"] = x.transpose(0, -1).contiguous().transpose(0, -1)
     if x.ndim == 4:
@@ -187,7 +187,7 @@ def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
     if not estimator.elementwise:
         return inputs
     k = torch.arange(SWEEP, dtype=torch.float64).reshape(SWEEP, *[1] * inputs[0].ndim)
-    swept = [inputs[0] * (1 - k * 0.9871 / SWEEP)]
+    swept = [inputs[0] * (1 - k * 0.9871 / SWEEP)]  # a factor that meets no tie of a grid
     for slot, parameter in enumerate(inputs[1:], start=1):
         alone = slot in estimator.broadcast and parameter.numel() == 1
         swept.append(parameter.flatten() * (1 + 0.875 * torch.frac(k * 0.6180339887)) if alone else parameter)

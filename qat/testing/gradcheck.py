@@ -180,7 +180,7 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
     copies = [tensor.clone() for tensor in case]
     y = estimator.function(*copies)
     for slot, (old, new) in enumerate(zip(case, copies, strict=True)):
-        if not torch.equal(old.nan_to_num(), new.nan_to_num()):
+        if not torch.equal(old.nan_to_num(), new.nan_to_num()):  # a NaN is not equal to itself
             raise ValueError(f"ste_gradcheck: function changes its input {slot} in place; let it compute a new tensor")
     if not isinstance(y, Tensor):
         raise TypeError(f"ste_gradcheck: function must return one tensor, got {type(y).__name__}")
@@ -216,7 +216,7 @@ def grid_points(scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
         codes |= {bound + sign * offset for bound in (qmin, qmax) for offset in BESIDE_A_BOUND}
         codes |= {zero_point + sign * offset for offset in BESIDE_ZERO}
     v = torch.tensor(sorted({code - zero_point for code in codes}), dtype=torch.float64)
-    x = v * scale
+    x = v * scale  # rounded: x / scale may miss v by a unit in the last place
     for neighbour in (x, torch.nextafter(x, x + scale), torch.nextafter(x, x - scale)):
         x = torch.where((x / scale != v) & (neighbour / scale == v), neighbour, x)
     return x

@@ -109,7 +109,7 @@ def uneven(like: Tensor, seed: int = 0) -> Tensor:
     """Return float64 values of both signs and of sizes from 0.5 to 2."""
     # Uneven, to reveal sums over wrong axes and lost signs.
     k = torch.arange(1, like.numel() + 1, dtype=torch.float64)
-    size = 0.5 + 1.5 * torch.frac(k * 0.6180339887 + seed * 0.3)
+    size = 0.5 + 1.5 * torch.frac(k * 0.6180339887 + seed * 0.3)  # multiples of the golden ratio never repeat
     negative = torch.frac(k * 0.7548776662 + seed * 0.2) < 0.4
     return torch.where(negative, -size, size).reshape(like.shape)
 

@@ -171,7 +171,7 @@ class TTQQuantizer(FixedBits):
         size = values.abs()
         kept = size > self.options.threshold * size.amax(1, keepdim=True)
         mean = (size * kept).sum(1) / kept.sum(1).clamp(min=1)
-        start = torch.where(mean > 0, mean, 1.0).reshape(self.shape).to(self.calibrated.device)
+        start = torch.where(mean > 0, mean, 1.0).reshape(self.shape).to(self.calibrated.device)  # 1 for zeros
         self.set_positive("positive_scale", start)
         self.set_positive("negative_scale", start)
         self.mark_calibrated()

@@ -77,7 +77,7 @@ class MXQuantizer(FixedBits):
         guess = 1 if self.role == "weight" or x.dim() > 3 else -1
         axis = (guess if self.summed_axis is None else self.summed_axis) % x.dim()
         size, length = self.options.block_size, x.shape[axis]
-        short = -length % size if length > size else 0
+        short = -length % size if length > size else 0  # a shorter axis is one block
         if short:  # the last block is filled up with zeros, which change no block's largest value
             x = F.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, short))
         return mx_quantize(x, self.options.format, size, axis).narrow(axis, 0, length)

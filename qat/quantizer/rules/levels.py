@@ -104,7 +104,7 @@ class N2UQQuantizer(Quantizer):
     def add_parameters(self, device: torch.device | str | None) -> None:
         low, high = self.bounds()
         step = torch.tensor(UNCALIBRATED_REACH / high, device=device)
-        self.start = torch.nn.Parameter(step * low)
+        self.start = torch.nn.Parameter(step * low)  # may be negative or 0
         self.add_positive("widths", step.expand(high - low).clone())
         self.add_positive("step", step)
 

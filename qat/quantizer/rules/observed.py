@@ -91,7 +91,7 @@ class MinMaxQuantizer(ObservedQuantizer):
 
     @torch.no_grad()
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self.role == "weight" and not self.is_frozen and x is not None and x.numel():
+        if self.role == "weight" and not self.is_frozen and x is not None and x.numel():  # nothing has no extremes
             return scale_and_zero_point(*self.extremes(x), self.spec)
         return super().grid()
 
