@@ -43,7 +43,7 @@ class QuantTwin(nn.Module):
     argument_names: ClassVar[tuple[str, ...]] = ()  # of the constructor, kept as attributes, besides bias and dtype
 
     def __new__(cls, *args: Any, **given: Any) -> "Self":
-        """Refuse a grid given by position, which torch's layer would misread."""
+        """Refuse a grid in an argument of torch's layer, which would misread it."""
         others = [*args, *(value for name, value in given.items() if not name.endswith("_spec"))]
         grid = next((value for value in others if isinstance(value, QuantSpec)), None)
         # Constructors of a user's own, and `QuantFunction`'s, may take a grid where they like.

@@ -31,6 +31,17 @@ class FixedBits(Quantizer):
             raise ValueError(f"rule {spec.rule!r} has a sign and no zero point; set signed=True and symmetric=True")
 
 
+class UnlearnedScale(FixedBits):
+    """Base of the rules whose scales follow the values of each call."""
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        pass
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        require_finite(values)
+        self.mark_calibrated()
+
+
 @dataclass(frozen=True)
 class BinaryOptions:
     """Options of `binary`, with the gradient of its sign.
@@ -105,14 +116,11 @@ class BinaryQuantizer(FixedBits):
 
 
 @register_quantizer("ternary")
-class TernaryQuantizer(FixedBits):
+class TernaryQuantizer(UnlearnedScale):
     """Weights -scale, 0 and scale, bits=2, by thresholds (TWN, arXiv:1605.04711)."""
 
     bits = 2
     roles = ("weight",)
-
-    def add_parameters(self, device: torch.device | str | None) -> None:
-        pass  # threshold and scale follow the weights
 
     def quantize(self, x: Tensor) -> Tensor:
         return ternary_quantize(x, self.channel_axis)
@@ -128,10 +136,6 @@ class TernaryQuantizer(FixedBits):
     def compute_codes(self, x: Tensor) -> Tensor:
         _, threshold = ternary_scale(x.detach(), self.channel_axis)
         return torch.where(x.abs() > threshold, torch.sign(x), x * 0)  # NaN * 0 is NaN
-
-    def fit(self, values: Tensor, elements: int | None = None) -> None:
-        require_finite(values)
-        self.mark_calibrated()
 
 
 @dataclass(frozen=True)

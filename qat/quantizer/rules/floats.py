@@ -10,8 +10,7 @@ from torch import Tensor
 from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize
 from qat.quantizer.base import UNCALIBRATED_REACH
 from qat.quantizer.registry import register_quantizer
-from qat.quantizer.rules.binary import FixedBits
-from qat.ranges import require_finite
+from qat.quantizer.rules.binary import FixedBits, UnlearnedScale
 
 
 class FloatQuantizer(FixedBits):
@@ -49,7 +48,7 @@ class E5M2Quantizer(FloatQuantizer):
     format = "e5m2"
 
 
-class MXQuantizer(FixedBits):
+class MXQuantizer(UnlearnedScale):
     """Base of the Microscaling formats (arXiv:2310.10537), with a scale a block.
 
     The scale of a block follows its values; there is nothing to learn. Blocks run along the axis that the product sums
@@ -70,9 +69,6 @@ class MXQuantizer(FixedBits):
                 f"rule {self.spec.rule!r} has blocks of its own; use options={{'block_size': ...}} instead of groups"
             )
 
-    def add_parameters(self, device: torch.device | str | None) -> None:
-        pass  # the scale of a block follows its values
-
     def quantize(self, x: Tensor) -> Tensor:
         guess = 1 if self.role == "weight" or x.dim() > 3 else -1
         axis = (guess if self.summed_axis is None else self.summed_axis) % x.dim()
@@ -81,10 +77,6 @@ class MXQuantizer(FixedBits):
         if short:  # the last block is filled up with zeros, which change no block's largest value
             x = F.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, short))
         return mx_quantize(x, self.options.format, size, axis).narrow(axis, 0, length)
-
-    def fit(self, values: Tensor, elements: int | None = None) -> None:
-        require_finite(values)
-        self.mark_calibrated()
 
 
 @dataclass(frozen=True)

@@ -31,27 +31,23 @@ class LSQQuantizer(Quantizer):
 class LSQPlusQuantizer(Quantizer):
     """Learned step size and zero point, which acts as an integer (arXiv:2004.09576)."""
 
+    zero_point: Tensor
+
     def check_spec(self) -> None:
         super().check_spec()
         if self.spec.symmetric:
             raise ValueError("lsq_plus learns a zero point and needs symmetric=False; use 'lsq' on a symmetric grid")
 
-    def add_parameters(self, device: torch.device | str | None) -> None:
-        super().add_parameters(device)
-        start = self.zero_point
-        assert start is not None
-        del self.zero_point  # a buffer, whose name the parameter takes
-        self.zero_point = nn.Parameter(start)
+    def add_zero_point(self, start: Tensor) -> None:
+        self.zero_point = nn.Parameter(start.clone(memory_format=torch.contiguous_format))  # it learns too
 
     def repair(self) -> None:
         super().repair()
-        assert self.zero_point is not None
         with torch.no_grad():
             overwrite(self.zero_point, self.finite_zero_point())
 
     def finite_zero_point(self) -> Tensor:
         """Return the learned zero point; an end of the grid, or 0, if not finite."""
-        assert self.zero_point is not None
         return torch.nan_to_num(self.zero_point, 0.0, float(self.spec.qmax), float(self.spec.qmin))
 
     def quantize(self, x: Tensor) -> Tensor:
