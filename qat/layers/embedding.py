@@ -115,7 +115,7 @@ class QuantTable(QuantLayer):
         return lsq_plus_quantize(x, step, F.embedding(indices, zero_point), *quantizer.bounds(), factor)
 
     def _is_row_by_row(self) -> bool:
-        # A quantized row and its gradient depend only on the row and its scale
+        # True if a quantized row and its gradient depend only on the row and its scale.
         quantizer = self.weight_quantizer
         plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
         return estimator_of(quantizer) == "lsq" and plain

@@ -290,7 +290,7 @@ class Quantizer(nn.Module):
         # Without the batch's size, which torch.compile would otherwise have to look at in every step.
         count = math.prod(x.shape[1:] if of_sample else x.shape) // math.prod(self.shape)
         count *= rank_count() if self.role == "activation" and choice == "batch" else 1
-        return 1.0 / math.sqrt(max(count, 1) * max(self.spec.qmax, 1))
+        return 1.0 / math.sqrt(max(count, 1) * max(self.spec.qmax, 1))  # one signed bit has a qmax of 0
 
     def extra_repr(self) -> str:
         """Show the grid in print(model)."""

@@ -264,7 +264,7 @@ def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
 def _func_jvp(function: Callable[..., Any], inputs: Inputs, tangents: Sequence[Tensor | None]) -> Tensor:
     moved = [slot for slot, tangent in enumerate(tangents) if tangent is not None]
 
-    def of_moved(*tensors: Tensor) -> Any:
+    def of_moved(*tensors: Tensor) -> Any:  # jvp wants a tangent for every argument, so the others are bound
         given = dict(zip(moved, tensors, strict=True))
         return function(*(given.get(slot, tensor) for slot, tensor in enumerate(inputs)))
 
@@ -278,7 +278,7 @@ def _dual_jvp(function: Callable[..., Any], inputs: Inputs, tangents: Sequence[T
         pairs = zip(inputs, tangents, strict=True)
         duals = [x if t is None else forward_ad.make_dual(x, t) for x, t in pairs]  # type: ignore[no-untyped-call]
         y, tangent = forward_ad.unpack_dual(function(*duals))  # type: ignore[no-untyped-call]
-        return torch.zeros_like(y) if tangent is None else tangent
+        return torch.zeros_like(y) if tangent is None else tangent  # None: no tangent reached the output
 
 
 def _check_jacobians(estimator: Estimator, inputs: Inputs) -> str:

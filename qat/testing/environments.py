@@ -67,7 +67,7 @@ def check_compile(estimator: Estimator, inputs: Inputs) -> str:
         return estimator.function(*tensors)
 
     with warnings_ignored():  # the compiler's own, which differ between torch versions
-        torch.compiler.reset()
+        torch.compiler.reset()  # every check compiles anew, and leaves nothing behind
         try:
             with raising("torch.compile "):
                 compiled = torch.compile(whole, fullgraph=True, backend=estimator.backend)

@@ -130,7 +130,7 @@ def _fitted(gradient: Tensor | None, leaf: Tensor, slot: int) -> Tensor | None:
         return gradient.to(leaf.dtype)
     try:
         return gradient.to(leaf.dtype).sum_to_size(leaf.shape)
-    except RuntimeError:
+    except RuntimeError:  # torch's own text names no slot
         raise ValueError(
             f"ste_gradcheck: gradient returns shape {tuple(gradient.shape)} for slot {slot}, which has shape "
             f"{tuple(leaf.shape)}"
