@@ -46,8 +46,7 @@ class UnlearnedScale(FixedBits):
 class BinaryOptions:
     """Options of `binary`, with the gradient of its sign.
 
-    "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed over the
-    training) or "straight_through".
+    "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed) or "straight_through".
     """
 
     gradient: BinaryGradient = "clipped"
@@ -55,7 +54,7 @@ class BinaryOptions:
 
 @register_quantizer("binary")
 class BinaryQuantizer(FixedBits):
-    """Two levels: mean of weights, learned scale of activations (arXiv:1603.05279).
+    """Two levels (arXiv:1603.05279): mean magnitudes, or an activation's learned scale.
 
     It has bits=1. A signed activation of one bit is not a rounding to an integer grid with a zero (0 becomes +scale),
     so it is not exportable; weights are.
@@ -140,7 +139,7 @@ class TernaryQuantizer(UnlearnedScale):
 
 @dataclass(frozen=True)
 class TTQOptions:
-    """Options of `ttq`: the share of the largest weight below which a weight is 0."""
+    """Options of `ttq`: the share of the largest magnitude up to which weights are 0."""
 
     threshold: float = 0.05  # the paper's
 
