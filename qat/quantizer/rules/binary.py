@@ -54,7 +54,7 @@ class BinaryOptions:
 
 @register_quantizer("binary")
 class BinaryQuantizer(FixedBits):
-    """Two levels (arXiv:1603.05279): mean magnitudes, or an activation's learned scale.
+    """Two levels (arXiv:1603.05279): mean magnitudes, or a learned activation scale.
 
     It has bits=1. A signed activation of one bit is not a rounding to an integer grid with a zero (0 becomes +scale),
     so it is not exportable; weights are.
