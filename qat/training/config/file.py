@@ -106,8 +106,8 @@ ADAMW_RATE = 5e-4  # at 4 bits; doubled for every bit less, since the levels of 
 def with_choices_by_bits(tree: object) -> Any:
     """Return a config's mapping with optimizer and lr of `qat` chosen by bits.
 
-    AdamW up to `LOW_BITS` bits, else SGD; `qat.progressive` gets rates too. Each key is chosen on its own: whoever sets lr
-    keeps the optimizer of the bits. The schema refuses what is not a mapping. Measured on 5,000 held-out training
+    AdamW up to `LOW_BITS` bits, else SGD; `qat.progressive` gets rates too. Each key is chosen on its own: whoever sets
+    lr keeps the optimizer of the bits. The schema refuses what is not a mapping. Measured on 5,000 held-out training
     images of CIFAR-10 (docs/measurements.md).
 
     >>> with_choices_by_bits({"quantization": {"weight": {"bits": 2}, "activation": {"bits": 4}}})["qat"]
