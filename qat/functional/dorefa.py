@@ -1,4 +1,4 @@
-"""DoReFa-Net: weights squashed by tanh and scaled by their largest one, activations clipped to 0 .. 1."""
+"""DoReFa-Net: weights squashed by tanh, activations clipped to 0 .. 1."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, req
 
 
 class DoReFaWeightFunction(STEFunction):
-    """Squash by tanh, divide by the largest magnitude, round onto 2^bits levels from -1 to 1.
+    """Squash by tanh, divide by the largest magnitude, round onto -1 .. 1.
 
     Forward, with n = 2^bits - 1, t = tanh(weight), M = max|t| over `axes` and u = t / M:
                  y = 2 * round((u / 2 + 1/2) * n) / n - 1
@@ -43,7 +43,7 @@ class DoReFaWeightFunction(STEFunction):
 
 
 class DoReFaActivationFunction(STEFunction):
-    """Clip to 0 .. 1 and round onto 2^bits - 1 equal steps, as `dorefa_quantize_activation` says."""
+    """Clip to 0 .. 1 and round onto 2^bits - 1 equal steps."""
 
     @staticmethod
     def forward(x: Tensor, bits: int) -> Tensor:
@@ -58,7 +58,7 @@ class DoReFaActivationFunction(STEFunction):
 
 
 def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis = None) -> Tensor:
-    """DoReFa's quantized weight: 2^bits levels from -1 to 1, and for one bit the sign times the mean magnitude.
+    """Put a weight on DoReFa's 2^bits levels from -1 to 1.
 
     y and the gradient are those of `DoReFaWeightFunction`; the levels are odd multiples of 1 / (2^bits - 1), and so
     zero is not one of them. For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
@@ -85,7 +85,7 @@ def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis 
 
 
 def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
-    """DoReFa's quantized activation: 2^bits levels from 0 to 1.
+    """Put an activation on DoReFa's 2^bits levels from 0 to 1.
 
     y = round(clip(x, 0, 1) * n) / n with n = 2^bits - 1; dy/dx = 1 where 0 <= x <= 1, else 0.
 
@@ -98,8 +98,7 @@ def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
     ([0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0, 0.0])
     """
     check_bits(bits, "dorefa_quantize_activation")
-    require_floating(x, "dorefa_quantize_activation")
-    return apply(DoReFaActivationFunction, x, bits)
+    return apply(DoReFaActivationFunction, require_floating(x, "dorefa_quantize_activation"), bits)
 
 
 def _squash(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""EWGS: element-wise gradient scaling, a straight-through gradient that knows which way the rounding went."""
+"""EWGS: a straight-through gradient scaled by the error of the rounding."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from qat.functional.tensors import STEFunction, apply, require_floating, setting
 
 
 class EWGSGradientFunction(STEFunction):
-    """The identity, with the gradient of `ewgs_gradient`; scale and delta get none."""
+    """Identity with the gradient of `ewgs_gradient`; scale and delta get none."""
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, delta: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def ewgs_round(x: Tensor, delta: Tensor | float) -> Tensor:
 
 
 def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Tensor:
-    """The identity; put before any uniform quantizer of this scale, it makes that one EWGS.
+    """Return x; put before a uniform quantizer of this scale, it makes that one EWGS.
 
     y = x; dL/dx = g * (1 + delta * sign(g) * (v - round(v))) with v = x / scale and g = dL/dy. As the zero point is an
     integer, v - round(v) is the rounding error of affine grids too; where the quantizer clips, g is 0 and stays 0.
@@ -80,7 +80,8 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
 
 
 def checked_delta(x: Tensor, delta: Tensor | float, caller: str) -> Tensor:
-    """The strength as a tensor. A tensor's values are not checked: reading them would wait for the device."""
+    """Return the strength as a tensor."""
+    # A tensor's values are not checked: reading them would wait for the device.
     if not isinstance(delta, Tensor) and not delta >= 0:
         raise ValueError(f"{caller}: delta must be at least 0, got {delta}")
     return setting_beside(x, delta, "delta", caller)

@@ -1,4 +1,4 @@
-"""Learned bit-widths: a uniform grid whose range and number of bits are both parameters."""
+"""Learned bit-widths: a uniform grid with a learned range and width."""
 
 import math
 from typing import Any
@@ -70,7 +70,7 @@ def _highest_integer(bits: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
 def learned_bits_quantize(
     x: Tensor, reach: Tensor, bits: Tensor, signed: bool = True, grad_factor: float = 1.0
 ) -> Tensor:
-    """Put x on the integer grid of round(bits) bits that ends at reach, with gradients for x, reach and bits.
+    """Put x on the integer grid of round(bits) bits that ends at reach.
 
     y and the gradients are those of `LearnedBitsFunction`.
 
@@ -78,7 +78,7 @@ def learned_bits_quantize(
         reach: the largest value of the grid, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: the bit-width as a floating-point tensor, 2 .. 16 if signed, else 1 .. 16; shape as reach. A value
             outside acts as the nearest bound.
-        signed: whether the grid is symmetric around 0 or starts there.
+        signed: True for a grid around 0; False for one that starts there.
 
     Source: Uhlich et al., "Mixed Precision DNNs: All you need is a good parametrization", arXiv:1905.11452, its
     parametrization by range and bits. Deviation: the step follows from reach and a whole number of bits, so that the
@@ -93,12 +93,11 @@ def learned_bits_quantize(
     >>> x.grad.tolist(), round(reach.grad.item(), 3), round(bits.grad.item(), 3)
     ([1.0, 0.0], -1.133, 0.37)
     """
-    require_floating(x, "learned_bits_quantize")
-    return apply(LearnedBitsFunction, x, reach, bits, signed, grad_factor)
+    return apply(LearnedBitsFunction, require_floating(x, "learned_bits_quantize"), reach, bits, signed, grad_factor)
 
 
 def bit_cost(bits: Tensor, count: int) -> Tensor:
-    """The memory that `count` values of this bit-width take, in bits: a term for the loss.
+    """Return the bits of memory that `count` values take: a term for the loss.
 
     cost = count * round(bits), with d cost/d bits = count; count is the elements of a weight, or of an activation.
 
@@ -110,5 +109,4 @@ def bit_cost(bits: Tensor, count: int) -> Tensor:
     >>> cost.item(), bits.grad.item()
     (3000.0, 1000.0)
     """
-    require_floating(bits, "bit_cost")
-    return round_ste(bits) * count
+    return round_ste(require_floating(bits, "bit_cost")) * count

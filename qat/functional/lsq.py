@@ -1,4 +1,4 @@
-"""LSQ and LSQ+: integer grids whose step is learned, symmetric, or affine with a zero point learned or given."""
+"""LSQ and LSQ+: integer grids with a learned step, symmetric or affine."""
 
 from typing import Any
 
@@ -77,8 +77,7 @@ def lsq_quantize(x: Tensor, scale: Tensor, qmin: int, qmax: int, grad_factor: fl
     ([1.0, 0.0, 1.0], -7.52)
     """
     check_bounds(qmin, qmax, "lsq_quantize")
-    require_floating(x, "lsq_quantize")
-    return apply(LSQFunction, x, scale, qmin, qmax, grad_factor)
+    return apply(LSQFunction, require_floating(x, "lsq_quantize"), scale, qmin, qmax, grad_factor)
 
 
 class LSQPlusFunction(STEFunction):
@@ -151,12 +150,11 @@ def lsq_plus_quantize(
     [-1.0, 0.0, 6.0]
     """
     check_bounds(qmin, qmax, "lsq_plus_quantize")
-    require_floating(x, "lsq_plus_quantize")
-    return apply(LSQPlusFunction, x, scale, zero_point, qmin, qmax, grad_factor)
+    return apply(LSQPlusFunction, require_floating(x, "lsq_plus_quantize"), scale, zero_point, qmin, qmax, grad_factor)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-    """Put x on a given affine grid; only x gets a gradient, 1 inside the range and 0 outside.
+    """Put x on a given affine grid; only x gets a gradient, 1 inside, 0 outside.
 
     zero_point is the integer that stands for 0.0, of any dtype, shape as scale.
 

@@ -40,7 +40,7 @@ class PACTFunction(STEFunction):
 
 
 def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
-    """Put x on the unsigned grid of 2^bits levels from 0 to alpha, with PACT's gradients for x and alpha.
+    """Put x on the unsigned grid of 2^bits levels from 0 to alpha.
 
     y and the gradients are those of `PACTFunction`. The levels are alpha / n * {0 .. n} with n = 2^bits - 1: an integer
     grid of scale alpha / n with zero point 0. alpha is > 0, in the unit of x, of shape () or broadcastable to x.
@@ -58,5 +58,4 @@ def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
     ([0.0, 1.0, 1.0, 0.0], 2.0)
     """
     check_bits(bits, "pact_quantize")
-    require_floating(x, "pact_quantize")
-    return apply(PACTFunction, x, alpha, bits)
+    return apply(PACTFunction, require_floating(x, "pact_quantize"), alpha, bits)

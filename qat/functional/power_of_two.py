@@ -38,7 +38,7 @@ def _power_of_two(scale: Tensor, rounding: Rounding) -> Tensor:
 
 
 def power_of_two_scale(scale: Tensor, rounding: Rounding = "nearest") -> Tensor:
-    """The power of two that stands for a scale; the gradient passes as if the two stayed in proportion.
+    """Return the power of two that stands for a scale.
 
     y and the gradient are those of `PowerOfTwoFunction`; y is at most the dtype's largest power of two.
     `lsq_quantize(x, power_of_two_scale(scale), qmin, qmax)` learns a scale that deploys as a shift.

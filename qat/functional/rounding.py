@@ -10,7 +10,7 @@ from qat.functional.tensors import STEFunction, apply, as_dtype, require_floatin
 
 
 class PassingFunction(STEFunction):
-    """Base of what counts as the identity of its first input: dy/dx = 1, and the others get no gradient."""
+    """Base of what counts as the identity of its first input; others get no gradient."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -22,11 +22,11 @@ class PassingFunction(STEFunction):
 
 
 class RoundSTEFunction(PassingFunction):
-    """y = round(x), dy/dx = 1; `round` is torch.round, floor, ceil or trunc. torch.round goes to even, as ONNX does."""
+    """y = round(x), dy/dx = 1; `round` is torch.round, floor, ceil or trunc."""
 
     @staticmethod
     def forward(x: Tensor, round: Callable[[Tensor], Tensor]) -> Tensor:
-        return round(x)
+        return round(x)  # torch.round goes to even, as ONNX does
 
 
 class StochasticRoundSTEFunction(PassingFunction):
@@ -60,7 +60,7 @@ def round_ste(x: Tensor) -> Tensor:
 
 
 def floor_ste(x: Tensor) -> Tensor:
-    """Round down; the gradient passes unchanged: y = floor(x), dy/dx = 1. Source: arXiv:1308.3432.
+    """Round down: y = floor(x), dy/dx = 1. Source: arXiv:1308.3432.
 
     >>> floor_ste(torch.tensor([0.7, 2.0, -0.4])).tolist()
     [0.0, 2.0, -1.0]
@@ -69,7 +69,7 @@ def floor_ste(x: Tensor) -> Tensor:
 
 
 def ceil_ste(x: Tensor) -> Tensor:
-    """Round up; the gradient passes unchanged: y = ceil(x), dy/dx = 1. Source: arXiv:1308.3432.
+    """Round up: y = ceil(x), dy/dx = 1. Source: arXiv:1308.3432.
 
     >>> ceil_ste(torch.tensor([0.2, 2.0, -1.4])).tolist()
     [1.0, 2.0, -1.0]
@@ -78,7 +78,7 @@ def ceil_ste(x: Tensor) -> Tensor:
 
 
 def trunc_ste(x: Tensor) -> Tensor:
-    """Round towards zero; the gradient passes unchanged: y = trunc(x), dy/dx = 1. Source: arXiv:1308.3432.
+    """Round towards zero: y = trunc(x), dy/dx = 1. Source: arXiv:1308.3432.
 
     >>> trunc_ste(torch.tensor([0.7, 2.0, -1.9])).tolist()
     [0.0, 2.0, -1.0]
@@ -87,7 +87,7 @@ def trunc_ste(x: Tensor) -> Tensor:
 
 
 def stochastic_round_ste(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round up with a probability equal to the fraction, so that the mean is x; the gradient passes unchanged.
+    """Round up with a probability equal to the fraction, so that the mean is x.
 
     y = floor(x) + 1 where u < x - floor(x), else floor(x), with u uniform in [0, 1) drawn for every element; dy/dx = 1.
     u is drawn in float32 at least: 2^-24 is then the largest error of the mean, for half-precision x too. Under

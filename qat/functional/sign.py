@@ -1,4 +1,4 @@
-"""Two and three levels: signs with the gradients that binary and ternary networks are trained with."""
+"""Signs on two and three levels, with gradients to train such networks."""
 
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ TernarySignGradient = Literal["clipped", "straight_through"]
 
 
 def two_levels(x: Tensor) -> Tensor:
-    """+1 where x >= 0 (zero of either sign included), -1 below, NaN for NaN.
+    """Return +1 where x >= 0 (zero of either sign included), -1 below, NaN for NaN.
 
     >>> two_levels(torch.tensor([-0.3, -0.0, 0.0, 2.0])).tolist()
     [-1.0, 1.0, 1.0, 1.0]
@@ -20,13 +20,8 @@ def two_levels(x: Tensor) -> Tensor:
     return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))  # `torch.sign` would make NaN 0
 
 
-def clipped_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad where |x| <= 1, else 0 (BinaryConnect, XNOR-Net)."""
-    return torch.where(x.abs() <= 1, grad, 0)
-
-
 def approximate_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad * (2 - 2|x|) where |x| <= 1, else 0 (Bi-Real Net), in the dtype of x."""
+    """Return grad * (2 - 2|x|) where |x| <= 1, else 0 (Bi-Real Net), in x's dtype."""
     value, grad = widened(x, grad)
     inside = x.abs() <= 1
     slope = 2 - 2 * torch.where(inside, value, 0).abs()  # finite outside too: 0 * inf is NaN when differentiated
@@ -34,8 +29,9 @@ def approximate_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
-    """grad * k t (1 - tanh(t x)^2) with t = 0.1 * 10^(2 progress), k = max(1/t, 1) (IR-Net), in the dtype of x.
+    """Return IR-Net's gradient, in the dtype of x.
 
+    grad * k t (1 - tanh(t x)^2) with t = 0.1 * 10^(2 progress), k = max(1/t, 1).
     1 - tanh(z)^2 is written 4 sigmoid(2z) sigmoid(-2z): the difference has no digits left in the tails.
     """
     value, done, grad = widened(x, progress.detach(), grad)
@@ -46,7 +42,7 @@ def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
 
 
 class SignGradientFunction(STEFunction):
-    """Base of the signs: x gets the gradient of this name, and none of the other inputs gets one.
+    """Base of the signs: only x gets a gradient, that of the given name.
 
     The inputs are x, whatever the levels need, the name, and the progress of "error_decay" (None for others).
     """
@@ -54,12 +50,12 @@ class SignGradientFunction(STEFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, *_, ctx.gradient, progress = inputs
-        if ctx.gradient != "straight_through":
+        if ctx.gradient != "straight_through":  # which needs no x
             ctx.save_for_backward(x, progress)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        others = (None,) * (len(ctx.needs_input_grad) - 1)
+        others = (None,) * (len(ctx.needs_input_grad) - 1)  # no gradient for what makes the levels
         if not ctx.needs_input_grad[0]:
             return None, *others
         if ctx.gradient == "straight_through":
@@ -67,11 +63,13 @@ class SignGradientFunction(STEFunction):
         x, progress = ctx.saved_tensors
         if ctx.gradient == "error_decay":
             return error_decay_gradient(grad, x, progress), *others
-        return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), *others
+        if ctx.gradient == "approximate":
+            return approximate_gradient(grad, x), *others
+        return torch.where(x.abs() <= 1, grad, 0), *others  # clipped: BinaryConnect, XNOR-Net
 
 
 class SignSTEFunction(SignGradientFunction):
-    """y = 1 where x >= 0, else -1, with the gradients of `sign_ste` and `error_decay_sign`."""
+    """y = 1 where x >= 0, else -1; gradients of `sign_ste`, `error_decay_sign`."""
 
     @staticmethod
     def forward(x: Tensor, gradient: str, progress: Tensor | None) -> Tensor:
@@ -79,7 +77,7 @@ class SignSTEFunction(SignGradientFunction):
 
 
 class TernarySignSTEFunction(SignGradientFunction):
-    """y = 0 where |x| <= threshold, else sign(x), with the gradients of `ternary_sign_ste`."""
+    """y = 0 where |x| <= threshold, else sign(x); gradients of `ternary_sign_ste`."""
 
     @staticmethod
     def forward(x: Tensor, threshold: Tensor, gradient: str, progress: None) -> Tensor:
@@ -91,7 +89,7 @@ class TernarySignSTEFunction(SignGradientFunction):
 
 
 def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
-    """The sign on two levels: +1 where x >= 0, else -1.
+    """Take the sign on two levels: +1 where x >= 0, else -1.
 
     Args:
         gradient: "clipped": dy/dx = 1 where |x| <= 1, else 0; "straight_through": 1 everywhere;
@@ -111,7 +109,7 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
 
 
 def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
-    """The sign on two levels, with a gradient that sharpens from nearly the identity's to the sign's.
+    """Take the sign with a gradient that sharpens from the identity's to the sign's.
 
     y = 1 where x >= 0, else -1; dy/dx = k t (1 - tanh(t x)^2) with t = 0.1 * 10^(2 progress) and k = max(1/t, 1).
 
@@ -135,7 +133,7 @@ def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
 
 
 def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: TernarySignGradient = "clipped") -> Tensor:
-    """The sign on three levels: 0 where |x| <= threshold, else the sign of x.
+    """Take the sign on three levels: 0 where |x| <= threshold, else the sign of x.
 
     Args:
         threshold: >= 0, in the unit of x; a number, or a tensor of shape () or broadcastable to x. No gradient.

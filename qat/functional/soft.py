@@ -1,4 +1,4 @@
-"""Smooth steps: rounding replaced by one sigmoid a unit, in the forward (soft_round) or in the backward (DSQ)."""
+"""Smooth steps: a sigmoid a unit in the forward (soft_round) or backward (DSQ)."""
 
 import math
 from typing import Any
@@ -19,30 +19,31 @@ from qat.functional.tensors import (
 
 
 def centred_fraction(x: Tensor) -> Tensor:
-    """x - floor(x) - 1/2, in [-1/2, 1/2]; an infinite x counts as an integer. Its derivative is 1.
+    """Return x - floor(x) - 1/2, in [-1/2, 1/2]. Its derivative is 1.
 
     >>> centred_fraction(torch.tensor([2.0, 2.75, -0.25])).tolist()
     [-0.5, 0.25, 0.25]
     """
+    # An infinite x counts as an integer: inf - inf would be NaN.
     return torch.where(x.isinf(), 0, x - torch.floor(x)) - 0.5
 
 
 def slope_of_step(d: Tensor, temperature: Tensor) -> Tensor:
-    """Derivative of the smooth step tanh(temperature d / 2) / (2 tanh(temperature / 4)) by d.
+    """Return the derivative by d of the smooth step tanh(T d / 2) / (2 tanh(T / 4)).
 
-    1 - tanh(z)^2 is written 4 sigmoid(2z) sigmoid(-2z), which stays exact far from the middle.
+    T is the temperature. 1 - tanh(z)^2 is written 4 sigmoid(2z) sigmoid(-2z), which stays exact far from the middle.
     """
     z = temperature * d
     return temperature * torch.sigmoid(z) * torch.sigmoid(-z) / torch.tanh(temperature / 4)
 
 
 def temperature_slope_of_step(d: Tensor, temperature: Tensor) -> Tensor:
-    """Derivative of the smooth step tanh(T d / 2) / (2 tanh(T / 4)) by T, the temperature.
+    """Return the derivative by T of the smooth step tanh(T d / 2) / (2 tanh(T / 4)).
 
-    The two terms of the quotient rule cancel as T goes to 0 (1/T - 1/T against a result of the size of T). They
-    combine to (d sinh(T/2) - sinh(T d)/2) / (8 sinh(T/4)^2 cosh(T d/2)^2), whose numerator is a difference of two
-    series without their common first term. So that is the form below T = 1, and the quotient rule the one above,
-    where sinh would overflow. `torch.where` picks, each form seeing temperatures of its own side only.
+    T is the temperature. The two terms of the quotient rule cancel as T goes to 0 (1/T - 1/T against a result of the
+    size of T). They combine to (d sinh(T/2) - sinh(T d)/2) / (8 sinh(T/4)^2 cosh(T d/2)^2), whose numerator is a
+    difference of two series without their common first term. So that is the form below T = 1, and the quotient rule the
+    one above, where sinh would overflow. `torch.where` picks, each form seeing temperatures of its own side only.
     """
     small = temperature < 1
     low = torch.where(small, temperature, 1)
@@ -124,7 +125,7 @@ class DSQRoundFunction(STEFunction):
 
 
 def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
-    """A smooth staircase through the integers, between the identity and rounding.
+    """Round softly: a smooth staircase between the identity and rounding.
 
     y is that of `SoftRoundFunction`: continuous with its first derivative, increasing, with integers where they are;
     T -> 0 gives the identity, T -> infinity gives round(x) (on ties: the middle). The gradients are its own, no
@@ -154,10 +155,10 @@ def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
 
 
 def dsq_round(x: Tensor, alpha: Tensor | float) -> Tensor:
-    """Round to the nearest integer, ties to even, with the gradient of DSQ's soft staircase.
+    """Round to the nearest integer, with the gradient of DSQ's soft staircase.
 
-    y = round(x); the gradients are those of `DSQRoundFunction`. alpha -> 1 makes the staircase the identity
-    (dy/dx = 1), alpha -> 0 makes it the rounding itself.
+    y = round(x), ties to even; the gradients are those of `DSQRoundFunction`. alpha -> 1 makes the staircase the
+    identity (dy/dx = 1), alpha -> 0 makes it the rounding itself.
 
     Args:
         x: in units of the grid's step.

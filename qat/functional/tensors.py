@@ -1,4 +1,4 @@
-"""What every estimator does besides its formula: check arguments, keep dtypes, read scales, support forward mode.
+"""Shared parts of the estimators: arguments, dtypes, scales and forward mode.
 
 Forward mode (`torch.func.jvp`) comes from the backward. `backward` is linear in the gradient that it is given:
 grad -> J^T grad, with J the Jacobian that the estimator declares. Forward mode needs J tangent, the transpose of that
@@ -12,36 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_BITS = 16
-"""The widest grids."""
-
-SMALLEST_SCALE = 1e-12
-"""A learned scale never acts as less than this: still a normal float32 after multiplication with another one."""
-
+MOST_BITS = 16  # the widest grids
+SMALLEST_SCALE = 1e-12  # of a learned scale: the product of two is still a normal float32
 LARGEST_SCALE = 1e18  # the product of two, and the square of one, are still finite in float32
 
 
 class STEFunction(torch.autograd.Function):
-    """What the Functions here share: `torch.func` may map them, and they keep all inputs for the backward.
+    """Base of the Functions here, which `torch.func` may map.
 
-    Tensors are in `ctx.saved_tensors`, all else in `ctx.options`, each in the order of the inputs. A Function that does
-    not need all of them has a `setup_context` of its own.
+    It keeps all inputs for the backward. Tensors are in `ctx.saved_tensors`, all else in `ctx.options`, each in the
+    order of the inputs. A Function that does not need all of them has a `setup_context` of its own.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the inputs only: what follows from them is cheaper to compute again than to store."""
+        """Keep the inputs: what follows from them is cheaper to compute again."""
         ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)))
         ctx.options = tuple(each for each in inputs if not isinstance(each, Tensor))
 
 
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
-    """`function.apply(*inputs)`, differentiable in forward mode too (`torch.func.jvp`, `jacfwd`, dual tensors).
+    """Call `function.apply(*inputs)`, differentiable in forward mode too.
 
-    The function has `forward` and `setup_context` apart, one output tensor, and a `backward` made of differentiable
-    operations on `ctx.saved_tensors`.
+    That is `torch.func.jvp`, `jacfwd` and dual tensors. The function has `forward` and `setup_context` apart, one
+    output tensor, and a `backward` made of differentiable operations on `ctx.saved_tensors`.
 
     >>> from qat.functional.rounding import RoundSTEFunction
     >>> torch.func.jvp(lambda x: apply(RoundSTEFunction, x, torch.round), (torch.tensor(0.7),), (torch.tensor(3.0),))
@@ -94,7 +90,7 @@ def _with_forward_mode(function: Any) -> Any:
 
 
 def require_floating(x: Tensor, caller: str) -> Tensor:
-    """Return x if it is floating point; integers would fail deep in a kernel."""
+    """Return x if it is floating point, else raise a TypeError."""
     if not x.is_floating_point():
         raise TypeError(f"{caller}: x must be a floating-point tensor, got {x.dtype}")
     return x
@@ -113,13 +109,13 @@ def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -
 
 
 def check_known(what: str, name: str, known: Collection[str], caller: str) -> None:
-    """Refuse the name of a gradient, format or rounding that the estimator does not have."""
+    """Refuse a gradient, format or rounding that the estimator does not have."""
     if name not in known:
         raise ValueError(f"{caller}: unknown {what} {name!r}; known: {', '.join(known)}")
 
 
 def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
-    """The parameter of a Function: a tensor as it is, a number as a tensor () of float32 at least, beside x.
+    """Return a parameter as a tensor beside x, a number as () of float32 at least.
 
     >>> tensor_beside(torch.zeros(3, dtype=torch.float16), 0.1)
     tensor(0.1000)
@@ -131,7 +127,7 @@ def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
 
 
 def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> Tensor:
-    """`tensor_beside` for a parameter that shapes the backward only, and so has to broadcast to x."""
+    """Return `tensor_beside` of a setting for the backward, which must broadcast to x."""
     setting = tensor_beside(x, value)
     if not broadcasts(setting.shape, x.shape):
         raise ValueError(
@@ -141,42 +137,43 @@ def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> 
 
 
 def broadcasts(shape: torch.Size, target: torch.Size) -> bool:
-    """Whether a tensor of this shape expands to the target without enlarging it."""
+    """Return True if this shape expands to the target without enlarging it."""
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in float32, or in float64 if the first one is: in bfloat16, levels of 8 bits fall together."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    """Return the tensors in float32, or in float64 if the first one is."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)  # in bfloat16 levels of 8 bits fall together
     return tuple(tensor.to(wide) for tensor in tensors)
 
 
 def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in this dtype; y itself if it is of it already."""
+    """Return y in this dtype; y itself if it has it already."""
     # Not `y.to(dtype)` alone: where that changes nothing and ends a Function's forward, torch 2.11's compiler takes the
     # output for an alias and the gradients become zero without a word.
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def sum_to_shape(grad: Tensor, shape: torch.Size) -> Tensor:
-    """Sum a gradient over the axes along which a parameter of this shape was broadcast."""
+    """Sum a gradient over the axes along which a parameter was broadcast."""
     return grad.sum_to_size(shape) if len(shape) else grad.sum()
 
 
 def scaled(grad: Tensor | None, factor: float, parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient from a kernel, times a factor, in the parameter's shape and type; None stays None."""
+    """Scale a kernel's gradient, in the parameter's shape and type; None stays None."""
     return None if grad is None else grad.mul(factor).reshape(parameter.shape).to(parameter.dtype)
 
 
 def overwrite(parameter: Tensor, values: Tensor) -> None:
-    """Write values into a parameter without autograd noticing, so that a quantizer may run twice in one forward."""
+    """Write values into a parameter without autograd noticing."""
+    # So that a quantizer may run twice in one forward.
     target = parameter if torch.compiler.is_compiling() else parameter.data
     target.copy_(values)
 
 
 class PositiveScaleFunction(STEFunction):
-    """Read a learned scale as a positive, finite number, whatever the optimizer made of it.
+    """Read a learned scale as a positive, finite number.
 
     Forward:    y = min(max(scale, smallest), 1e18); NaN is read as smallest
     Backward:   dy/dscale = 1, but 0 where scale < smallest and a step against the gradient would lower it further
@@ -194,13 +191,13 @@ class PositiveScaleFunction(STEFunction):
         if not ctx.needs_input_grad[0]:
             return None, None
         scale, smallest = ctx.saved_tensors
-        return torch.where((scale < smallest) & (grad > 0), 0, grad), None
+        return torch.where((scale < smallest) & (grad > 0), 0, grad), None  # a step goes against the gradient
 
 
 def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
-    """A learned scale as the positive finite number that it acts as; see `PositiveScaleFunction`.
+    """Return the positive finite number that a learned scale acts as.
 
-    smallest is what it acts as at least, > 0, broadcastable to scale; default 1e-12.
+    See `PositiveScaleFunction`. smallest is what it acts as at least, > 0, broadcastable to scale; default 1e-12.
 
     >>> positive_scale(torch.tensor([0.5, -3.0, float("nan")]), torch.tensor(0.25)).tolist()
     [0.5, 0.25, 0.25]
@@ -211,7 +208,7 @@ def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
 
 
 class ScaleGradientFunction(STEFunction):
-    """The identity, with a smaller or larger gradient: y = x, dy/dx = factor."""
+    """Identity with a smaller or larger gradient: y = x, dy/dx = factor."""
 
     @staticmethod
     def forward(x: Tensor, factor: Tensor) -> Tensor:
@@ -228,7 +225,7 @@ class ScaleGradientFunction(STEFunction):
 
 
 def scale_gradient(x: Tensor, factor: Tensor | float) -> Tensor:
-    """x itself, its gradient multiplied by factor: how LSQ slows down the learning of a scale.
+    """Return x with its gradient multiplied by factor, as LSQ slows down a scale.
 
     x is copied, so it had better be small; factor is a number, or a tensor that broadcasts to x and gets no gradient.
 

@@ -1,4 +1,4 @@
-"""QuantMultiheadAttention: attention whose projections and products run on integer grids."""
+"""QuantMultiheadAttention: projections and products on integer grids."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,10 @@ from qat.spec import QuantSpec
 
 
 def operand_spec(spec: QuantSpec) -> QuantSpec:
-    """The grid of q, k and v for inputs on this grid: the same if it has a zero point, else a signed one.
+    """Return the grid of q, k and v for inputs on this grid.
 
-    The rule stays, unless it has no such grid (pact, dorefa): then it becomes "lsq". Of one bit only "binary" has one.
+    It is the same if it has a zero point, else a signed one. The rule stays, unless it has no such grid (pact, dorefa):
+    then it becomes "lsq". Of one bit only "binary" has one.
     """
     if not spec.symmetric:
         return _first_possible("q, k and v", spec, spec.changed({"rule": "lsq"}))
@@ -30,10 +31,10 @@ def operand_spec(spec: QuantSpec) -> QuantSpec:
 
 
 def probability_spec(spec: QuantSpec) -> QuantSpec:
-    """The grid of probabilities for inputs on this grid: unsigned from 0, so that masked ones stay exactly 0.
+    """Return the grid of probabilities for inputs on this grid: unsigned from 0.
 
-    The rule stays. A rule with only signed grids (binary, the floats) gets a signed one, whose 0 is exact too. A rule
-    without a symmetric grid (lsq_plus) becomes "lsq".
+    So masked ones stay exactly 0. The rule stays. A rule with only signed grids (binary, the floats) gets a signed one,
+    whose 0 is exact too. A rule without a symmetric grid (lsq_plus) becomes "lsq".
     """
     signed = replace(spec, signed=True, symmetric=True, narrow_range=False)
     unsigned = replace(signed, signed=False)
@@ -41,7 +42,7 @@ def probability_spec(spec: QuantSpec) -> QuantSpec:
 
 
 def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
-    for spec in specs:
+    for spec in specs:  # asked by making a quantizer, which refuses what the rule lacks
         try:
             create_quantizer(spec, "activation", (), "meta")
             return spec
@@ -52,14 +53,14 @@ def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
 
 @register_twin(nn.MultiheadAttention)
 class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with quantized inputs, weights, q, k, v and probabilities.
+    """`torch.nn.MultiheadAttention` with quantized products.
 
-    With Q for a quantizer of learned scale, per head: q, k, v = Q(W) Q(x) + bias of query, key, value;
-    p = Q(softmax(Q(q) Q(k)^T / sqrt(head_dim) + mask));  output = Q(W_out) Q(concat(p Q(v))) + b_out.
-    Keys and values are quantized together with bias_k, bias_v and the zeros of add_zero_attn. Evaluation computes the
-    projections on integers, with biases rounded to int32. The weights keep torch's names. Added modules are
-    `query_projection`, `key_projection`, `value_projection` (`QuantFunction`s on in_proj_weight's thirds or on
-    q/k/v_proj_weight), `out_proj` (a `QuantLinear`) and the four quantizers of `attend`.
+    Inputs, weights, q, k, v and probabilities are quantized. With Q for a quantizer of learned scale, per head: q, k, v
+    = Q(W) Q(x) + bias of query, key, value; p = Q(softmax(Q(q) Q(k)^T / sqrt(head_dim) + mask)); output = Q(W_out)
+    Q(concat(p Q(v))) + b_out. Keys and values are quantized together with bias_k, bias_v and the zeros of
+    add_zero_attn. Evaluation computes the projections on integers, with biases rounded to int32. The weights keep
+    torch's names. Added modules are `query_projection`, `key_projection`, `value_projection` (`QuantFunction`s on
+    in_proj_weight's thirds or on q/k/v_proj_weight), `out_proj` (a `QuantLinear`) and the four quantizers of `attend`.
 
     Arguments as of `torch.nn.MultiheadAttention`, and those of `QuantLayer`: activation_spec is the grid of the inputs
     and of out_proj's input, None: weights only; q, k, v and the probabilities get those of `operand_spec` and
@@ -102,11 +103,10 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
         self.add_quantizers(weight_spec, activation_spec)
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
-        """Create the projections and quantizers; called once the weights exist."""
         device = self.out_proj.weight.device
         for name, (weight, _) in self.inner_weights().items():
             projection = QuantFunction(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, device)
-            if not weight.is_meta:
+            if not weight.is_meta:  # else `from_float` calls again, with the real weights
                 projection.fit_weight(weight)
             self.add_module(name, projection)
         self.out_proj.add_quantizers(weight_spec, activation_spec)
@@ -118,27 +118,23 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
         self.register_module(PROBABILITIES, quantizer_or_none(probability, device))
 
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """See `CompositeTwin.inner_weights`."""
         return dict(zip(PROJECTIONS, projections(self), strict=True))
 
     @classmethod
     def check_float(cls, layer: nn.Module) -> None:
-        """Raise TypeError if the layer, or its out_proj, is of another type."""
         super().check_float(layer)
         out_proj = layer.get_submodule("out_proj")
-        known: tuple[type, ...] = (nn.Linear, NonDynamicallyQuantizableLinear)
+        known: tuple[type, ...] = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second is torch's own
         if parametrize.type_before_parametrizations(out_proj) not in known:
             raise TypeError(f"{cls.__name__}.from_float: out_proj must be a Linear, got {type(out_proj).__name__}")
 
     @staticmethod
-    def share(source: Any, target: Any) -> None:
-        """Share the parameters, those of out_proj included."""
+    def share(source: nn.Module, target: nn.Module) -> None:
         share_parameters(source, target)
-        share_parameters(source.out_proj, target.out_proj)
+        share_parameters(source.get_submodule("out_proj"), target.get_submodule("out_proj"))
 
     @staticmethod
     def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Arguments that make a layer like this one."""
         names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
         return {name: getattr(layer, name) for name in names} | {
             "bias": layer.in_proj_bias is not None,
@@ -157,10 +153,10 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, with the arguments and results of `torch.nn.MultiheadAttention`; the probabilities are quantized.
+        """Attend, with the arguments and results of `torch.nn.MultiheadAttention`.
 
-        As in torch, a fully masked row gives NaN with need_weights, zeros without. A mask of integers is a TypeError;
-        wrong shapes, nested tensors, or is_causal without attn_mask are a ValueError.
+        The probabilities are quantized. As in torch, a fully masked row gives NaN with need_weights, zeros without. A
+        mask of integers is a TypeError; wrong shapes, nested tensors, or is_causal without attn_mask are a ValueError.
         """
         self._check(query, key, value, is_causal and attn_mask is None)
         weights = self.inner_weights()
@@ -169,15 +165,15 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
             y: Tensor = self.out_proj(x) if name == "out_proj" else getattr(self, name)(x, *weights[name])
             return y
 
+        def quantize(name: str, x: Tensor) -> Tensor:
+            quantizer = getattr(self, name)
+            y: Tensor = x if quantizer is None else quantizer(x)
+            return y
+
         return multihead_attention(
-            self, query, key, value, (attn_mask, key_padding_mask), project, self._quantize,
+            self, query, key, value, (attn_mask, key_padding_mask), project, quantize,
             single=query.dim() == 2, need_weights=need_weights, average=average_attn_weights,
         )  # fmt: skip
-
-    def _quantize(self, name: str, x: Tensor) -> Tensor:
-        quantizer = getattr(self, name)
-        quantized: Tensor = x if quantizer is None else quantizer(x)
-        return quantized
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, lacks_mask: bool) -> None:
         where = type(self).__name__

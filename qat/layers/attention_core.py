@@ -1,15 +1,14 @@
-"""The arithmetic of attention; projections and quantizers are passed in as functions."""
+"""Arithmetic of attention, with projections and quantizers passed in."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# (name of the quantizer, tensor) to the tensor on its grid; returning the tensor itself leaves it in float.
 Quantize = Callable[[str, Tensor], Tensor]
-"""(name of the quantizer, tensor) to the tensor on its grid; returning the tensor itself leaves it in float."""
 
 PROJECTIONS = ("query_projection", "key_projection", "value_projection")
 OPERANDS = ("query_quantizer", "key_quantizer", "value_quantizer")
@@ -27,17 +26,18 @@ def attend(
     training: bool = False,
     safe: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(query key^T * scale + mask) value, both products of quantized operands, and the probabilities.
+    """Compute softmax(query key^T * scale + mask) value on quantized operands.
 
-    Scaling, mask and softmax are float. Masked probabilities are exactly 0, before and after quantization. Dropout
-    acts after the quantizer, so that its range is the same in training and evaluation. torch.fx can trace it.
+    Probabilities are quantized too, and returned. Scaling, mask and softmax are float. Masked probabilities are exactly
+    0, before and after quantization. Dropout acts after the quantizer, so that its range is the same in training and
+    evaluation. torch.fx can trace it.
 
     Args:
         query, key, value: (..., L, E), (..., S, E) and (..., S, V).
         mask: added to the scores, broadcastable to (..., L, S); -inf to leave a key out.
         quantize: called with the names in OPERANDS, and PROBABILITIES.
         scale: default 1/sqrt(E), which needs E as a number.
-        safe: whether a fully masked row becomes zeros, as in `F.scaled_dot_product_attention`, or NaN.
+        safe: True to make a fully masked row zeros, as in `F.scaled_dot_product_attention`; else it is NaN.
     """
     query, key, value = (quantize(name, x) for name, x in zip(OPERANDS, (query, key, value), strict=True))
     scores = torch.matmul(query, key.transpose(-2, -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -68,11 +68,12 @@ def multihead_attention(
     need_weights: bool,
     average: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`nn.MultiheadAttention` with projections and quantizers passed in; masks: attn_mask and key_padding_mask.
+    """Compute `nn.MultiheadAttention` with projections and quantizers passed in.
 
-    torch.fx can trace it (for sizes that are proxies too), torch.export and torch.compile run it. `project` is called
-    with "query_projection", "key_projection", "value_projection" and "out_proj". bias_k and add_zero_attn add 1 each to
-    the last axis of the probabilities (N, num_heads, L, S). `single`: whether it is one sequence, without N.
+    masks are attn_mask and key_padding_mask. torch.fx can trace it (for sizes that are proxies too), torch.export and
+    torch.compile run it. `project` is called with "query_projection", "key_projection", "value_projection" and
+    "out_proj". bias_k and add_zero_attn add 1 each to the last axis of the probabilities (N, num_heads, L, S).
+    `single`: True for one sequence, without N.
     """
     attn_mask, padding = masks
     if single:
@@ -86,6 +87,7 @@ def multihead_attention(
     if module.bias_k is not None and module.bias_v is not None:
         keys = torch.cat([keys, module.bias_k.expand(samples, -1, -1)], 1)
         values = torch.cat([values, module.bias_v.expand(samples, -1, -1)], 1)
+        # Padded with 0: no mask reaches the added key.
         mask = None if mask is None else F.pad(mask, (0, 1))
     if module.add_zero_attn:
         keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
@@ -106,13 +108,13 @@ def multihead_attention(
     return (output if module.batch_first else output.transpose(0, 1)), weights
 
 
-def projections(module: nn.MultiheadAttention) -> list[tuple[Any, Any]]:
-    """Weight and bias of the query's, the key's and the value's projection."""
+def projections(module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of the query's, the key's and the value's projection."""
     size = module.embed_dim
     spans = [slice(size * part, size * (part + 1)) for part in range(3)]
     bias = module.in_proj_bias
-    biases = [None] * 3 if bias is None else [bias[span] for span in spans]
-    weight = module.in_proj_weight
+    biases: list[Tensor | None] = [None] * 3 if bias is None else [bias[span] for span in spans]
+    weight = module.in_proj_weight  # None where keys or values have a width of their own
     separate = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
     weights = separate if weight is None else [weight[span] for span in spans]
     return list(zip(weights, biases, strict=True))
@@ -121,10 +123,10 @@ def projections(module: nn.MultiheadAttention) -> list[tuple[Any, Any]]:
 def additive_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Both masks of `nn.MultiheadAttention` as one mask that is added to the scores; None without a mask.
+    """Add both masks of `nn.MultiheadAttention` up to one; None without a mask.
 
-    attn_mask is (L, S) or (N * num_heads, L, S), key_padding_mask (N, S): bool, True to leave a key out, or float to
-    be added. The result is (N or 1, num_heads or 1, L or 1, S).
+    It is for adding to the scores. attn_mask is (L, S) or (N * num_heads, L, S), key_padding_mask (N, S): bool, True to
+    leave a key out, or float to be added. The result is (N or 1, num_heads or 1, L or 1, S).
     """
     total = None
     if attn_mask is not None:

@@ -1,4 +1,4 @@
-"""`QuantLayer`, the base of quantized layers with one weight: fake-quantized in training, integers in evaluation."""
+"""`QuantLayer`, the base of quantized layers with one weight."""
 
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from qat.spec import QuantSpec, default_spec
 
 
 class QuantLayer(QuantTwin):
-    """Mixin for the quantized twins with one weight; the other base is the float layer.
+    """Mixin for quantized twins with one weight; the other base is the float layer.
 
     Training computes with fake-quantized operands in float. Evaluation computes as the deployed integers do, if the
     input's quantizer is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So
@@ -30,15 +30,13 @@ class QuantLayer(QuantTwin):
     The other arguments are those of torch's layer, in its order; these two go by name.
     """
 
+    # Names of forward's quantizer arguments, in the order of the input tensors.
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
-    """Forward's keyword arguments for the quantizer of each input tensor, in the order of the inputs."""
-
-    sum_dtype: ClassVar[torch.dtype] = torch.float32
-    """The narrowest type in which evaluation adds integers."""
+    sum_dtype: ClassVar[torch.dtype] = torch.float32  # narrowest in which evaluation adds integers
 
     @property
     def input_axis(self) -> int:
-        """The axis of the input that the layer sums over, from the end: the channels."""
+        """Axis of the input that the layer sums over, from the end: the channels."""
         return -1 - len(getattr(self, "kernel_size", ()))
 
     weight: Tensor
@@ -54,7 +52,7 @@ class QuantLayer(QuantTwin):
         self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device)
         if self.input_quantizer is not None:
             self.input_quantizer.summed_axis = self.input_axis
-        if not self.weight.is_meta:
+        if not self.weight.is_meta:  # else `from_float` calls again, with the real weight
             self.calibrate_weight()
 
     def calibrate_weight(self) -> None:
@@ -62,22 +60,22 @@ class QuantLayer(QuantTwin):
         self.fit_weight(self.weight)
 
     def fit_weight(self, weight: Tensor) -> None:
-        """Set the range of the weight quantizer from this weight, in torch's layout, unless it is frozen."""
+        """Set the weight's range from this weight, in torch's layout, unless frozen."""
         if self.weight_quantizer.is_frozen:
             return
-        rows = self.channels_first(whole(weight.detach()))
+        rows = self.channels_first(whole(weight.detach()))  # whole: not this rank's shard
         self.weight_quantizer.fit(as_rows(rows, self.weight_quantizer.spec), rows.numel())
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's operation: linear in x and in the weight, with the bias added last."""
+        """Apply the operation: linear in x and in weight, with the bias added last."""
         raise TypeError(f"{type(self).__name__}: a quantized layer must implement operate(x, weight, bias)")
 
     def channels_first(self, weight: Tensor) -> Tensor:
-        """The weight with its output channels on axis 0 and its inputs on axis 1, as quantizers see it."""
+        """Return the weight as quantizers see it: output channels first, then inputs."""
         return weight
 
     def torch_layout(self, weight: Tensor) -> Tensor:
-        """The inverse of `channels_first`."""
+        """Undo `channels_first`."""
         return weight
 
     def per_channel(self, values: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +89,7 @@ class QuantLayer(QuantTwin):
         norm: nn.Module | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Apply the layer, and the BatchNorm after it, which evaluation folds into the integers.
+        """Apply the layer, and the BatchNorm after it, which evaluation folds.
 
         `input_quantizer` is the one on whose grid x already lies; a layer that has its own applies any but that. `bias`
         replaces the layer's own.
@@ -107,13 +105,12 @@ class QuantLayer(QuantTwin):
         norm: nn.Module | None,
         **options: Any,
     ) -> Tensor:
-        """The layer with this weight and bias: fake-quantized in training, on integers in evaluation.
+        """Compute with this weight and bias, fake-quantized or on integers.
 
         `options` are further keyword arguments of the layer's `operate`.
         """
         if self.input_quantizer is not None and self.input_quantizer is not input_quantizer:
-            input_quantizer = self.input_quantizer
-            x = input_quantizer(x)
+            input_quantizer, x = self.input_quantizer, self.input_quantizer(x)
         # A norm in training mode uses the batch's statistics and cannot be folded.
         floats = self.training or (norm is not None and norm.training)
         if floats or input_quantizer is None or not self._runs_on_integers(input_quantizer):
@@ -123,7 +120,7 @@ class QuantLayer(QuantTwin):
         return self.integer_forward(x, integers, step, **options)
 
     def quantized(self, weight: Tensor) -> Tensor:
-        """The weight on its grid, in torch's layout."""
+        """Return the weight on its grid, in torch's layout."""
         return self.torch_layout(self.weight_quantizer(self.channels_first(weight)))
 
     def integers(
@@ -133,7 +130,7 @@ class QuantLayer(QuantTwin):
         weight: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> IntegerWeight:
-        """The layer's integers for an input on this grid; evaluation computes with them and export writes them.
+        """Return the layer's integers, which evaluation computes with and export writes.
 
         A given weight, with its bias or None, takes the place of the layer's own two; `norm` is folded in.
         """
@@ -142,7 +139,7 @@ class QuantLayer(QuantTwin):
     def folded(
         self, input_scale: Tensor, norm: nn.Module | None, weight: Tensor | None, bias: Tensor | None
     ) -> IntegerWeight:
-        """`integers` for an input on a grid of this step, shape ()."""
+        """Return `integers` for an input on a grid of this step, shape ()."""
         if weight is None:
             weight, bias = self.weight, self.bias if bias is None else bias
         rows = self.channels_first(weight)
@@ -154,10 +151,10 @@ class QuantLayer(QuantTwin):
         return input_quantizer.has_integers and self.weight_quantizer.has_integers
 
     def integer_forward(self, x: Tensor, integers: IntegerWeight, step: Tensor, **options: Any) -> Tensor:
-        """y = (operate(x / step, codes) + bias_codes) * accumulator_scale, for x on a grid of this step.
+        """Compute (operate(x / step, codes) + bias_codes) * accumulator_scale.
 
-        The codes are integers in float32. Sums up to 2^24 are exact in any order. Larger sums have a relative error of
-        2^-24, far less than the level to which they are rounded next.
+        x lies on a grid of this step. The codes are integers in float32. Sums up to 2^24 are exact in any order. Larger
+        sums have a relative error of 2^-24, far less than the level to which they are rounded next.
         """
         # sums of integers are exact without autocast, which the meta device does not have
         meta = x.device.type == "meta"
@@ -170,29 +167,30 @@ class QuantLayer(QuantTwin):
 
 
 def with_strides_of(x: Tensor, y: Tensor) -> Tensor:
-    """y with x's strides on axes of length 1; torch chooses the memory format of a convolution's result by them."""
+    """Give y the strides of x on axes of length 1."""
+    # torch chooses the memory format of a convolution's result by them.
     strides = [mine if size == 1 else other for size, mine, other in zip(x.shape, x.stride(), y.stride(), strict=True)]
     return y if list(y.stride()) == strides else y.as_strided(y.shape, strides)
 
 
 def quantizer_or_none(activation_spec: ActivationSpec, device: torch.device | str | None) -> Quantizer | None:
-    """The quantizer of an input; None without a spec."""
+    """Create the quantizer of an input; None without a spec."""
     spec = resolved_input_spec(activation_spec)
     return None if spec is None else create_quantizer(spec, "activation", (), device)
 
 
 def resolved_weight_spec(weight_spec: QuantSpec | None) -> QuantSpec:
-    """A layer's complete `weight_spec`; what it leaves open is the default grid of weights."""
+    """Complete a layer's `weight_spec` by the default grid of weights."""
     if not isinstance(weight_spec, QuantSpec | None):
         raise TypeError(f"weight_spec must be a QuantSpec or None, got {weight_spec!r}")
     return (weight_spec or QuantSpec()).resolved(default_spec("weight"))
 
 
 def resolved_input_spec(activation_spec: ActivationSpec) -> QuantSpec | None:
-    """A layer's complete `activation_spec`: "default" leaves everything open, None means no quantizer."""
+    """Complete a layer's `activation_spec` by the default grid of activations."""
     if activation_spec is None:
         return None
-    spec = QuantSpec() if activation_spec == "default" else activation_spec
+    spec = QuantSpec() if activation_spec == "default" else activation_spec  # which leaves everything open
     if not isinstance(spec, QuantSpec):
         raise TypeError(f"activation_spec must be a QuantSpec, None or 'default', got {activation_spec!r}")
     spec = spec.resolved(default_spec("activation"))

@@ -1,4 +1,4 @@
-"""Convolutions on integer grids: QuantConv1d, 2d, 3d, and transposed QuantConvTranspose1d, 2d, 3d."""
+"""Convolutions and transposed convolutions on integer grids."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,12 +13,12 @@ from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 from qat.torch_internals import output_padding_of
 
+# By the number of spatial axes.
 TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-"""The transposed convolution for each number of spatial axes."""
 
 
 class QuantConvolution(QuantLayer):
-    """Base of the three convolutions; the other base is torch's layer, whose constructor this one calls.
+    """Base of the three convolutions, whose other base is torch's layer.
 
     y = conv(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`. Padding
     adds the value 0.0 or copies of x, which lie on the grid of x.
@@ -52,17 +52,17 @@ class QuantConvolution(QuantLayer):
         self.add_quantizers(weight_spec, activation_spec)
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's own convolution, padding modes included."""
-        layer: Any = self
+        layer: Any = self  # one of torch's, which knows the padding modes
         y: Tensor = layer._conv_forward(x, weight, bias)
         return y
 
 
 @register_twin(nn.Conv1d)
 class QuantConv1d(QuantConvolution, nn.Conv1d):
-    """`torch.nn.Conv1d` with quantized weight and input; see `QuantConvolution` for its arguments.
+    """`torch.nn.Conv1d` with quantized weight and input.
 
-    Shapes: input (N, in_channels, L) or (in_channels, L), output (N, out_channels, L') or (out_channels, L').
+    Arguments: see `QuantConvolution`. Shapes: input (N, in_channels, L) or (in_channels, L), output (N, out_channels,
+    L') or (out_channels, L').
 
     >>> layer = QuantConv1d(3, 8, 5, padding="same", padding_mode="circular", activation_spec=None)
     >>> layer(torch.randn(2, 3, 20)).shape
@@ -72,9 +72,10 @@ class QuantConv1d(QuantConvolution, nn.Conv1d):
 
 @register_twin(nn.Conv2d)
 class QuantConv2d(QuantConvolution, nn.Conv2d):
-    """`torch.nn.Conv2d` with quantized weight and input; see `QuantConvolution` for its arguments.
+    """`torch.nn.Conv2d` with quantized weight and input.
 
-    Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'), N absent in both or in neither.
+    Arguments: see `QuantConvolution`. Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'), N absent
+    in both or in neither.
 
     >>> layer = QuantConv2d(3, 8, 3, padding=1, activation_spec=None)
     >>> layer(torch.randn(2, 3, 6, 6)).shape
@@ -86,9 +87,10 @@ class QuantConv2d(QuantConvolution, nn.Conv2d):
 
 @register_twin(nn.Conv3d)
 class QuantConv3d(QuantConvolution, nn.Conv3d):
-    """`torch.nn.Conv3d` with quantized weight and input; see `QuantConvolution` for its arguments.
+    """`torch.nn.Conv3d` with quantized weight and input.
 
-    Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D', H', W'), N absent in both or in neither.
+    Arguments: see `QuantConvolution`. Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D', H', W'), N
+    absent in both or in neither.
 
     >>> layer = QuantConv3d(3, 4, (1, 3, 3), stride=(1, 2, 2), activation_spec=None)
     >>> layer(torch.randn(2, 3, 4, 7, 7)).shape
@@ -97,7 +99,7 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
 
 
 class QuantTransposedConvolution(QuantLayer):
-    """Base of the three transposed convolutions; the other base is torch's layer, whose constructor this one calls.
+    """Base of the three transposed convolutions, whose other base is torch's layer.
 
     y = conv_transpose(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`.
     "channel" means output channel here too, although torch keeps the input channels on the weight's axis 0.
@@ -142,8 +144,8 @@ class QuantTransposedConvolution(QuantLayer):
         bias: Tensor | None = None,
         output_size: Sequence[int] | None = None,
     ) -> Tensor:
-        """`QuantLayer.forward`; output_size, by name, is the output's spatial shape if the stride allows several."""
-        # torch's layer has output_size in this place
+        """Apply the layer; output_size, by name, chooses among the shapes of the stride."""
+        # torch's layer has output_size in this place.
         if input_quantizer is not None and not isinstance(input_quantizer, Quantizer):
             raise TypeError(
                 f"{type(self).__name__}: input_quantizer must be a Quantizer, got {input_quantizer!r};"
@@ -155,14 +157,13 @@ class QuantTransposedConvolution(QuantLayer):
     def operate(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
     ) -> Tensor:
-        """torch's own transposed convolution."""
         layer: Any = self
         rest = output_padding_of(layer, x, None if output_size is None else list(output_size))
         convolve = TRANSPOSED[weight.dim() - 2]
         return convolve(x, weight, bias, layer.stride, layer.padding, rest, self.groups, layer.dilation)
 
     def channels_first(self, weight: Tensor) -> Tensor:
-        """Axes 0 and 1 exchanged within each group: (groups * a, b, k...) becomes (groups * b, a, k...), and back."""
+        """Exchange axes 0 and 1 within each group: (g * a, b, k...) to (g * b, a, k...)."""
         groups = self.groups
         return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
 
@@ -171,9 +172,10 @@ class QuantTransposedConvolution(QuantLayer):
 
 @register_twin(nn.ConvTranspose1d)
 class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # type: ignore[misc]
-    """`torch.nn.ConvTranspose1d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
+    """`torch.nn.ConvTranspose1d` with quantized weight and input.
 
-    Shapes: input (N, in_channels, L), output (N, out_channels, L'), N absent in both or in neither.
+    Arguments: see `QuantTransposedConvolution`. Shapes: input (N, in_channels, L), output (N, out_channels, L'), N
+    absent in both or in neither.
 
     >>> layer = QuantConvTranspose1d(3, 8, 4, stride=2, padding=1, activation_spec=None)
     >>> layer(torch.randn(2, 3, 10)).shape
@@ -183,9 +185,10 @@ class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # t
 
 @register_twin(nn.ConvTranspose2d)
 class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # type: ignore[misc]
-    """`torch.nn.ConvTranspose2d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
+    """`torch.nn.ConvTranspose2d` with quantized weight and input.
 
-    Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'), N absent in both or in neither.
+    Arguments: see `QuantTransposedConvolution`. Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'),
+    N absent in both or in neither.
 
     >>> layer = QuantConvTranspose2d(3, 8, 3, stride=2, activation_spec=None)
     >>> layer(torch.randn(2, 3, 6, 6), output_size=(14, 13)).shape
@@ -195,9 +198,10 @@ class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # t
 
 @register_twin(nn.ConvTranspose3d)
 class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # type: ignore[misc]
-    """`torch.nn.ConvTranspose3d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
+    """`torch.nn.ConvTranspose3d` with quantized weight and input.
 
-    Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D', H', W'), N absent in both or in neither.
+    Arguments: see `QuantTransposedConvolution`. Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D',
+    H', W'), N absent in both or in neither.
 
     >>> layer = QuantConvTranspose3d(4, 6, 2, stride=2, groups=2, activation_spec=None)
     >>> layer(torch.randn(1, 4, 2, 3, 3)).shape

@@ -20,7 +20,7 @@ from qat.torch_internals import has_forward_hooks
 
 @dataclass(frozen=True)
 class IntegerTable:
-    """The integers of a deployed table: weight = (codes - zero_point) * scale."""
+    """Integers of a deployed table: weight = (codes - zero_point) * scale."""
 
     codes: Tensor  # (num_embeddings, embedding_dim), integers (as floats)
     scale: Tensor  # > 0; () per tensor, (num_embeddings, 1) per row, (num_embeddings, groups, 1) per group of columns
@@ -28,7 +28,7 @@ class IntegerTable:
 
 
 class QuantTable(QuantLayer):
-    """Base of both look-ups: the quantized table, and how its rows are read.
+    """Base of both look-ups, which quantizes the table and reads its rows.
 
     Indices have no grid, and a row is read as it is stored. So training and evaluation compute the same, the
     dequantized values of an integer table. With the rule "lsq", one scale for the table or for each row and no EWGS,
@@ -46,7 +46,7 @@ class QuantTable(QuantLayer):
     sparse: bool
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
-        """Create the table's quantizer; an activation_spec, or sparse gradients that the rule lacks, are refused."""
+        """Create the table's quantizer; refuse an activation_spec, or unfit sparse=True."""
         name = self.float_type.__name__
         if activation_spec not in (None, "default"):
             raise ValueError(
@@ -61,12 +61,11 @@ class QuantTable(QuantLayer):
             )
 
     def calibrate_weight(self) -> None:
-        """Set the range from the rows as look-ups see them, within max_norm."""
-        self.fit_weight(self.bounded_table())
+        self.fit_weight(self.bounded_table())  # the rows as look-ups see them
 
     @torch.no_grad()
     def integers(self) -> IntegerTable:  # type: ignore[override]
-        """The table's integers, which export writes; a ValueError if the rule has none."""
+        """Return the table's integers, for export; a ValueError if the rule has none."""
         quantizer = self.weight_quantizer
         if not quantizer.exportable:
             raise ValueError(f"{type(self).__name__}.integers: its weight {quantizer.refusal()}")
@@ -76,25 +75,28 @@ class QuantTable(QuantLayer):
 
     @torch.no_grad()
     def bounded_table(self) -> Tensor:
-        """The float table with every row within max_norm; a copy if there is a max_norm."""
+        """Return the float table within max_norm; a copy if there is a max_norm."""
         weight = whole(self.weight.detach())
         if self.max_norm is None:
             return weight
-        everything = torch.arange(self.num_embeddings, device=weight.device)
+        everything = torch.arange(self.num_embeddings, device=weight.device)  # every index
         return torch.embedding_renorm_(weight.clone(), everything, self.max_norm, self.norm_type)
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """The quantized rows at these indices. A max_norm first shortens the float rows in place, as in torch."""
+        """Return the quantized rows at these indices."""
         weight = self.weight
-        if self.max_norm is not None:
+        if self.max_norm is not None:  # shortens the float rows in place, as in torch
             with torch.no_grad():
                 torch.embedding_renorm_(weight.detach(), indices.contiguous(), self.max_norm, self.norm_type)
-        if self._is_read_by_row():
+        # Hooks, an observer or the warning of an uncalibrated quantizer need its call.
+        quantizer = self.weight_quantizer
+        silent = quantizer.is_calibrated and not quantizer.passes and (self.sparse or not has_forward_hooks(quantizer))
+        if silent and self._is_row_by_row():
             return self._quantized_rows(indices, weight)
         if self.max_norm is not None:
             # Autograd may keep the table, and the next look-up of the same step may shorten rows in it.
             weight = weight.clone()
-        sparse = self.sparse and self.weight_quantizer.is_disabled  # else the gradient of a whole quantized table
+        sparse = self.sparse and quantizer.is_disabled  # else the gradient of a whole quantized table
         return F.embedding(
             indices, self.quantized(weight), self.padding_idx, None, 2.0, self.scale_grad_by_freq, sparse
         )
@@ -113,16 +115,10 @@ class QuantTable(QuantLayer):
         return lsq_plus_quantize(x, step, F.embedding(indices, zero_point), *quantizer.bounds(), factor)
 
     def _is_row_by_row(self) -> bool:
-        # a quantized row and its gradient depend only on the row and its scale
+        # True if a quantized row and its gradient depend only on the row and its scale.
         quantizer = self.weight_quantizer
         plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
         return estimator_of(quantizer) == "lsq" and plain
-
-    def _is_read_by_row(self) -> bool:
-        # hooks, an observer or the warning of an uncalibrated quantizer need its call
-        quantizer = self.weight_quantizer
-        watched = has_forward_hooks(quantizer) and not self.sparse
-        return self._is_row_by_row() and quantizer.is_calibrated and not quantizer.passes and not watched
 
 
 @register_twin(nn.Embedding)
@@ -170,16 +166,15 @@ class QuantEmbedding(QuantTable, nn.Embedding):
         self.add_quantizers(weight_spec, activation_spec)
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
-        """The quantized rows at these indices."""
         return self.look_up(input)
 
 
 @register_twin(nn.EmbeddingBag)
 class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
-    """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`. Sums, means and maxima are taken in float.
+    """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`.
 
-    Arguments as of `torch.nn.EmbeddingBag`, weight_spec, activation_spec and errors as of `QuantEmbedding`; sparse=True
-    or scale_grad_by_freq=True with mode "max" is a ValueError too.
+    Sums, means and maxima are taken in float. Arguments as of `torch.nn.EmbeddingBag`, weight_spec, activation_spec and
+    errors as of `QuantEmbedding`; sparse=True or scale_grad_by_freq=True with mode "max" is a ValueError too.
 
     Shapes: input (B, N), or (N,) with offsets; output (B, embedding_dim).
 
@@ -220,7 +215,6 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """The bags' sums, means or maxima of quantized rows; arguments as in torch's layer."""
         # The rows are looked up one by one and then combined by position. So every rule gets torch's frequencies and
         # sparse gradients; torch 2.11's own embedding_bag scales by wrong frequencies.
         ends = self.include_last_offset
@@ -241,8 +235,8 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
         padding = (flat == self.padding_idx)[:, None]
         if self.mode == "max":
             most = bags(rows.masked_fill(padding, -math.inf), "max")
-            return torch.where(most == -math.inf, 0.0, most)
+            return torch.where(most == -math.inf, 0.0, most)  # a bag of padding alone is 0, as in torch
         total = bags(rows.masked_fill(padding, 0.0), "sum", per_sample_weights)
         if self.mode == "sum":
             return total
-        return total / bags(padding.logical_not().to(rows.dtype), "sum").clamp(min=1)
+        return total / bags(padding.logical_not().to(rows.dtype), "sum").clamp(min=1)  # a bag may be empty

@@ -1,4 +1,4 @@
-"""The integers of a deployed layer: weight codes, their scale, and an int32 bias.
+"""Integers of a deployed layer: weight codes, their scale, and an int32 bias.
 
 A BatchNorm after the layer folds into the *scale*, not into the weight: W * gamma / sigma has the same integers with
 another scale, so folding changes no rounding and needs no simulation in training.
@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from qat.functional import round_ste
 
-LARGEST_BIAS_CODE, SMALLEST_BOUND = float(2**30), float(2**24)
-"""Bounds of the bias: half of int32, and less if the sum of products could need more than the other half."""
-
-DEAD_BIAS_CODE = float(2**20)
-"""If the weight contributes nothing, the scale can be chosen freely: the bias becomes plus or minus this integer."""
+LARGEST_BIAS_CODE = float(2**30)  # half of int32
+SMALLEST_BOUND = float(2**24)  # of the bias, where the sum of products could need more than the other half
+DEAD_BIAS_CODE = float(2**20)  # plus or minus this is the bias if the weight contributes nothing and the scale is free
 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """The operands of an integer kernel: y = (sum(x_codes * codes) + bias_codes) * accumulator_scale."""
+    """Operands of y = (sum(x_codes * codes) + bias_codes) * accumulator_scale."""
 
     codes: Tensor  # integers (as floats) of the weight, in the weight's shape
     scale: Tensor  # (channels,), > 0, step of the codes with the BatchNorm folded in
@@ -54,9 +52,10 @@ def fold_weight(
         if getattr(statistics, "affine", True):
             gain, offset = gain * statistics.weight.float(), statistics.bias.float()
         shift = (shift - statistics.running_mean.float()) * gain + offset
+        # A negative gain turns the codes around: the scale has to stay positive.
         codes = codes * torch.sign(gain).reshape(column)
         step = step * gain.abs()
-    dead = (step == 0) | (codes.reshape(channels, -1) == 0).all(1)
+    dead = (step == 0) | (codes.reshape(channels, -1) == 0).all(1)  # channels whose output is the bias alone
     free = shift.abs().clamp(min=torch.finfo(torch.float32).tiny * DEAD_BIAS_CODE) / (input_scale * DEAD_BIAS_CODE)
     step = torch.where(dead, free, step)
     codes = torch.where(dead.reshape(column), 0, codes)

@@ -1,4 +1,4 @@
-"""QuantFunction: a function that takes its weight as an argument, with quantized weight and input."""
+"""QuantFunction: a function with quantized weight and input as arguments."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,18 +13,17 @@ from qat.quantizer import Quantizer, create_quantizer, scale_shape
 from qat.spec import QuantSpec
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-
+# The functions that can be quantized, and the float layers that compute the same.
 FLOAT_TYPES: dict[Callable[..., Tensor], type[nn.Module]] = {
     F.linear: nn.Linear,
     F.conv1d: nn.Conv1d,
     F.conv2d: nn.Conv2d,
     F.conv3d: nn.Conv3d,
 }
-"""The functions that can be quantized, and the float layers that compute the same."""
 
 
 class QuantFunction(QuantLayer):
-    """`F.linear(x, weight, bias)` or `F.conv2d(...)` on integer grids, for a weight that no single layer owns.
+    """`F.linear` or `F.conv2d` on integer grids, with a weight that no layer owns.
 
     Models read weights of other modules (`F.linear(x, self.qkv.weight)`), slices (`in_proj_weight[:embed_dim]`), or
     computed weights. The weight stays where it is. This module holds its quantizer and computes as the other quantized
@@ -67,11 +66,11 @@ class QuantFunction(QuantLayer):
 
     @property
     def float_type(self) -> type[nn.Module]:  # type: ignore[override]
-        """The float layer that computes the same."""
+        """Float layer that computes the same."""
         return FLOAT_TYPES[self.function]
 
     def calibrate_weight(self) -> None:
-        """Does nothing: there is no weight here. It is observed in forward while `calibrating` is set."""
+        pass  # there is no weight here: forward observes it while `calibrating` is set
 
     def forward(  # type: ignore[override]
         self,
@@ -81,15 +80,12 @@ class QuantFunction(QuantLayer):
         input_quantizer: Quantizer | None = None,
         norm: nn.Module | None = None,
     ) -> Tensor:
-        """The function of this input, weight and bias; the other arguments as in `QuantLayer.forward`."""
         if self.calibrating:
             self.fit_weight(weight)
         return self.compute(x, weight, bias, input_quantizer, norm)
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The function itself."""
         return self.function(x, weight, bias, **self.options)
 
     def extra_repr(self) -> str:
-        """The function, for print(model)."""
         return self.function.__name__

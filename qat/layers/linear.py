@@ -1,4 +1,4 @@
-"""QuantLinear and QuantBilinear: matrix products of one and of two inputs on integer grids."""
+"""QuantLinear and QuantBilinear: matrix products on integer grids."""
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,6 @@ class QuantLinear(QuantLayer, nn.Linear):
         self.add_quantizers(weight_spec, activation_spec)
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's own linear."""
         return F.linear(x, weight, bias)
 
 
@@ -88,14 +87,13 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         self.add_quantizers(weight_spec, activation_spec)
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
-        """One quantizer for the weight and one for each input."""
         super().add_quantizers(weight_spec, activation_spec)
         self.other_quantizer = quantizer_or_none(activation_spec, self.weight.device)
 
     def forward(  # type: ignore[override]
         self, x1: Tensor, x2: Tensor, input_quantizer: Quantizer | None = None, other_quantizer: Quantizer | None = None
     ) -> Tensor:
-        """Apply the layer to x1, on the grid of input_quantizer if given, and x2, on that of other_quantizer."""
+        """Apply the layer to x1 and x2, on the grids of these quantizers if given."""
         if self.input_quantizer is not None and self.input_quantizer is not input_quantizer:
             input_quantizer, x1 = self.input_quantizer, self.input_quantizer(x1)
         if self.other_quantizer is not None and self.other_quantizer is not other_quantizer:
@@ -109,18 +107,17 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         ):
             return self.operate(x1, self.quantized(weight), self.bias, x2)
         integers = self.integers(input_quantizer, None, weight, self.bias, other_quantizer)
+        # Codes too: linear in each input, the form of the two is a sum of integers.
         other = round_ste(x2.double() / other_quantizer.grid()[0])
         return self.integer_forward(x1, integers, input_quantizer.grid()[0], other=other)
 
     def operate(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor
     ) -> Tensor:
-        """torch's own bilinear form of x and other."""
         return F.bilinear(x, other, weight, bias)
 
     def per_channel(self, values: Tensor, weight: Tensor) -> Tensor:
-        """The values themselves: outputs are on the last axis."""
-        return values
+        return values  # outputs are on the last axis
 
     def integers(
         self,
@@ -130,7 +127,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         bias: Tensor | None = None,
         other_quantizer: Quantizer | None = None,
     ) -> IntegerWeight:
-        """`QuantLayer.integers` for two inputs; a ValueError without the second one's quantizer."""
+        """Return `QuantLayer.integers` for two inputs; both need a quantizer."""
         if other_quantizer is None:
             raise ValueError(
                 "QuantBilinear.integers: other_quantizer must be the quantizer of the second input, got None"

@@ -1,4 +1,4 @@
-"""QuantLSTM, QuantGRU and QuantRNN: recurrent layers whose matrix products run on integer grids."""
+"""QuantLSTM, QuantGRU and QuantRNN: recurrent layers on integer grids."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,21 +15,18 @@ from qat.layers.twins import ActivationSpec, CompositeTwin, register_twin, share
 from qat.spec import QuantSpec
 from qat.torch_internals import parameters_of, weight_names_of
 
-State = tuple[Tensor, ...]
-"""The state between steps: (hidden,), or (hidden, cell) for an LSTM; each (N, H)."""
-
-Cell = Callable[[Tensor, Tensor, State], State]
-"""A step: (product of the input, product of the hidden state, old state) to the new state."""
+State = tuple[Tensor, ...]  # between steps: (hidden,), or (hidden, cell) for an LSTM; each (N, H)
+Cell = Callable[[Tensor, Tensor, State], State]  # (input's product, hidden state's product, old state) to new state
 
 
 class StepProduct(QuantFunction):
-    """A `QuantFunction` that quantizes its weight once and multiplies with it at every time step.
+    """`QuantFunction` that quantizes its weight once for all time steps.
 
     A module that replaces it (an exporter's frozen integers) needs no `bind`: it is called at every step.
     """
 
     def bind(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """This product with this weight and bias, as a function of the input alone, for one forward pass."""
+        """Return this product as a function of the input alone, for one forward pass."""
         if self.calibrating:
             self.fit_weight(weight)
         input_quantizer = self.input_quantizer
@@ -41,19 +38,21 @@ class StepProduct(QuantFunction):
 
 
 def lstm_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """c' = sigmoid(f) c + sigmoid(i) tanh(g);  h' = sigmoid(o) tanh(c'), the gates i, f, g, o in torch's order.
+    """Compute c' = sigmoid(f) c + sigmoid(i) tanh(g);  h' = sigmoid(o) tanh(c').
 
-    from_input is W_ih x + b_ih, from_hidden W_hh h + b_hh, both (N, 4 H); h is not read.
+    The gates i, f, g, o are in torch's order. from_input is W_ih x + b_ih, from_hidden W_hh h + b_hh, both (N, 4 H).
     """
+    # The hidden state state[0] is in from_hidden already.
     ingate, forget, candidate, outgate = (from_input + from_hidden).chunk(4, -1)
     cell = torch.sigmoid(forget) * state[1] + torch.sigmoid(ingate) * torch.tanh(candidate)
     return torch.sigmoid(outgate) * torch.tanh(cell), cell
 
 
 def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
-    """h' = (1 - z) n + z h with r, z = sigmoid(sums), n = tanh(from_input_n + r from_hidden_n).
+    """Compute h' = (1 - z) n + z h, with n = tanh(from_input_n + r from_hidden_n).
 
-    from_input is W_ih x + b_ih, from_hidden W_hh h + b_hh, both (N, 3 H), the gates r, z, n in torch's order.
+    r, z = sigmoid(sums). from_input is W_ih x + b_ih, from_hidden W_hh h + b_hh, both (N, 3 H), the gates r, z, n in
+    torch's order.
     """
     reset_input, update_input, new_input = from_input.chunk(3, -1)
     reset_hidden, update_hidden, new_hidden = from_hidden.chunk(3, -1)
@@ -62,19 +61,19 @@ def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     return ((1 - update) * new + update * state[0],)
 
 
+# The arithmetic of one step, by torch's `mode` of the layer.
 CELLS: dict[str, Cell] = {
     "LSTM": lstm_cell,
     "GRU": gru_cell,
     "RNN_TANH": lambda from_input, from_hidden, _: (torch.tanh(from_input + from_hidden),),
     "RNN_RELU": lambda from_input, from_hidden, _: (torch.relu(from_input + from_hidden),),
 }
-"""The arithmetic of one step, by torch's `mode` of the layer."""
 
 
 def run_steps(
     steps: Sequence[Tensor], state: State, step: Callable[[Tensor, State], State], reverse: bool, packed: bool
 ) -> tuple[list[Tensor], State]:
-    """The hidden states in the order of the steps, and the state at the end.
+    """Return the hidden states in the order of the steps, and the last state.
 
     If packed, the products of the input at the steps have (N_t, gates), N_t decreasing. Sequences that have ended keep
     their state; in reverse, sequences that have not begun keep the initial state.
@@ -92,7 +91,7 @@ def run_steps(
 
 
 class QuantRecurrent(CompositeTwin, nn.RNNBase):
-    """Base of the three: one product for each weight matrix, and the loop over layers and directions.
+    """Base of the recurrent twins: a product for each weight, and the loops.
 
     Evaluation computes the products on integers, with biases rounded to int32. The number of steps is part of an
     exported graph. As for torch's own layers, `torch.compile` needs `torch._dynamo.config.allow_rnn = True`.
@@ -105,8 +104,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     Arguments as of torch's layer, and those of `QuantLayer`: activation_spec is the grid of inputs and hidden states.
     """
 
-    state_size: ClassVar[int] = 1
-    """Number of tensors in the state: 2 for an LSTM."""
+    state_size: ClassVar[int] = 1  # tensors in the state: 2 for an LSTM
 
     def __init__(
         self,
@@ -119,7 +117,6 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         self.add_quantizers(weight_spec, activation_spec)
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
-        """Create the products; constructors call it once the weights exist."""
         for name, (weight, _) in self.inner_weights().items():
             make = QuantFunction if name.startswith("product_ih") else StepProduct
             product = make(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, weight.device)
@@ -128,7 +125,6 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
                 product.fit_weight(weight)
 
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """See `CompositeTwin.inner_weights`."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for names in weight_names_of(self):
             for name in names:
@@ -138,22 +134,20 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         return found
 
     def reset_parameters(self) -> None:
-        """Draw weights and biases again, as torch does; the quantizers' parameters stay."""
         bound = 1 / math.sqrt(self.hidden_size)
         for name in chain.from_iterable(weight_names_of(self)):
             nn.init.uniform_(getattr(self, name), -bound, bound)
 
     @staticmethod
     def share(source: Any, target: Any) -> None:
-        """Share the parameters and take over the dropout; torch's own list of parameters follows."""
         share_parameters(source, target)
         target.dropout = source.dropout
         for name, parameter in parameters_of(target).items():
-            setattr(target, name, parameter)
+            setattr(target, name, parameter)  # torch's own list of parameters follows
 
     @staticmethod
     def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """All arguments but the dropout, about which torch would warn once more for a single layer."""
+        # Without the dropout, about which torch would warn once more for a single layer.
         names = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional"]
         if isinstance(layer, nn.LSTM):
             names.append("proj_size")
@@ -164,7 +158,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     def forward(
         self, input: Tensor | PackedSequence, hx: Tensor | tuple[Tensor, Tensor] | None = None
     ) -> tuple[Any, Any]:
-        """Run the sequence through all layers, with the arguments and results of torch's layer.
+        """Run the sequence, with the arguments and results of torch's layer.
 
         An LSTM's hx that is no pair is a TypeError; wrong shapes, or an empty sequence, are a ValueError.
         """
@@ -177,10 +171,10 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
             if input.unsorted_indices is not None:
                 state = tuple(part.index_select(1, input.unsorted_indices) for part in state)
             packed = PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
-            return packed, state if self.state_size == 2 else state[0]
+            return packed, state if self.state_size == 2 else state[0]  # no tuple from GRU and RNN
         self.check_sequence(input)
         batched = input.dim() == 3
-        swaps = batched and self.batch_first
+        swaps = batched and self.batch_first  # inside, steps stand first
         x = input.transpose(0, 1) if swaps else input if batched else input.unsqueeze(1)
         output, state = self.run_layers(x, self.first_state(x, hx, x.shape[1], batched), None)
         if not batched:
@@ -200,7 +194,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
             )
 
     def first_state(self, x: Tensor, hx: Any, samples: int, batched: bool) -> State:
-        """The given state as (layers * directions, N, H) tensors, or zeros."""
+        """Return the given state as (layers * directions, N, H) tensors, or zeros."""
         rows = self.num_layers * (2 if self.bidirectional else 1)
         widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.state_size]
         if hx is None:
@@ -215,7 +209,10 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         return given if batched else tuple(part.unsqueeze(1) for part in given)
 
     def run_layers(self, x: Tensor, state: State, sizes: list[int] | None) -> tuple[Tensor, State]:
-        """All layers with dropout between them; x is (L, N, ...), packed (sum of sizes, ...); state as in forward."""
+        """Run all layers, with dropout between them.
+
+        x is (L, N, ...), packed (sum of sizes, ...); state as in forward.
+        """
         ends: list[State] = []
         for layer in range(self.num_layers):
             outputs = []
@@ -229,7 +226,8 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
 
     def run_direction(self, suffix: str, x: Tensor, state: State, sizes: list[int] | None) -> tuple[Tensor, State]:
-        """One layer in one direction. Its input is multiplied for all steps at once, its hidden state step by step."""
+        """Run one layer in one direction."""
+        # The input is multiplied for all steps at once, the hidden state step by step.
         # Samples first, since quantizers expect the batch on the first axis.
         first = x.transpose(0, 1) if sizes is None else x
         from_input = self.get_submodule(f"product_ih_{suffix}")(first, *self._operands("ih", suffix))
@@ -249,16 +247,16 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     def _operands(self, kind: str, suffix: str) -> tuple[Tensor, Tensor | None]:
         return getattr(self, f"weight_{kind}_{suffix}"), getattr(self, f"bias_{kind}_{suffix}", None)
 
-    def _bound(self, kind: str, suffix: str) -> Any:
+    def _bound(self, kind: str, suffix: str) -> Callable[[Tensor], Tensor]:
         product, operands = self.get_submodule(f"product_{kind}_{suffix}"), self._operands(kind, suffix)
         return product.bind(*operands) if isinstance(product, StepProduct) else lambda x: product(x, *operands)
 
 
 @register_twin(nn.LSTM)
 class QuantLSTM(QuantRecurrent, nn.LSTM):
-    """`torch.nn.LSTM` with quantized weights, inputs and hidden states; see `QuantRecurrent` for its arguments.
+    """`torch.nn.LSTM` with quantized weights, inputs and hidden states.
 
-    At every step, with Q for a quantizer of learned scale, and the gates in float:
+    Arguments: see `QuantRecurrent`. At every step, with Q for a quantizer of learned scale, and the gates in float:
     i, f, g, o = split(Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh);  c' = sigmoid(f) c + sigmoid(i) tanh(g);
     h' = sigmoid(o) tanh(c'), with proj_size h' = Q(W_hr) Q(sigmoid(o) tanh(c')).
 
@@ -273,9 +271,9 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
 
 @register_twin(nn.GRU)
 class QuantGRU(QuantRecurrent, nn.GRU):
-    """`torch.nn.GRU` with quantized weights, inputs and hidden states; see `QuantRecurrent` for its arguments.
+    """`torch.nn.GRU` with quantized weights, inputs and hidden states.
 
-    At every step, with Q for a quantizer of learned scale, and the gates in float:
+    Arguments: see `QuantRecurrent`. At every step, with Q for a quantizer of learned scale, and the gates in float:
     r, z = sigmoid of their shares of Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh;
     n = tanh(Q(W_in) Q(x) + b_in + r (Q(W_hn) Q(h) + b_hn));  h' = (1 - z) n + z h, with h before quantization.
 
@@ -287,8 +285,9 @@ class QuantGRU(QuantRecurrent, nn.GRU):
 
 @register_twin(nn.RNN)
 class QuantRNN(QuantRecurrent, nn.RNN):
-    """`torch.nn.RNN` with quantized weights, inputs and hidden states; see `QuantRecurrent` for its arguments.
+    """`torch.nn.RNN` with quantized weights, inputs and hidden states.
 
+    Arguments: see `QuantRecurrent`.
     h' = nonlinearity(Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh), with Q for a quantizer of learned scale.
 
     >>> output, h = QuantRNN(4, 6, 2, nonlinearity="relu", activation_spec=None)(torch.randn(5, 2, 4))

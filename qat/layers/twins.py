@@ -1,4 +1,4 @@
-"""A quantized twin and its float layer: each is made from the other, on the same parameters; a registry pairs them."""
+"""Quantized twins of float layers, on shared parameters, and their registry."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -15,12 +15,12 @@ from qat.torch_internals import AnyConvolution, buffers_of, parameters_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# The grid of a layer's input: "default" leaves all of it open, None quantizes the input elsewhere.
 ActivationSpec = QuantSpec | Literal["default"] | None
-"""The grid of a layer's input: "default" leaves all of it open, None quantizes the input elsewhere."""
 
 
 def share_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Give the target the source's own parameters and buffers, not copies, parametrizations included."""
+    """Share the source's parameters and buffers, parametrizations included."""
     parametrized: Any = source.parametrizations if parametrize.is_parametrized(source) else {}
     for name, originals in parametrized.items():
         with evaluating(source):  # so that reading and registering (spectral norm) changes no state
@@ -37,16 +37,13 @@ def share_parameters(source: nn.Module, target: nn.Module) -> None:
 
 
 class QuantTwin(nn.Module):
-    """Base of the quantized twins; `QuantLayer` is one weight, `CompositeTwin` is several."""
+    """Base of quantized twins: `QuantLayer` of one weight, `CompositeTwin` of more."""
 
-    float_type: ClassVar[type[nn.Module]]
-    """The float layer that this one replaces; `register_twin` sets it."""
-
-    argument_names: ClassVar[tuple[str, ...]] = ()
-    """Arguments of its constructor that it keeps as attributes, besides `bias` and `dtype`."""
+    float_type: ClassVar[type[nn.Module]]  # the layer that this one replaces; `register_twin` sets it
+    argument_names: ClassVar[tuple[str, ...]] = ()  # of the constructor, kept as attributes, besides bias and dtype
 
     def __new__(cls, *args: Any, **given: Any) -> "Self":
-        """Refuse a grid in an argument of torch's layer, which would take it for a stride, or for bias=True."""
+        """Refuse a grid in an argument of torch's layer, which would misread it."""
         others = [*args, *(value for name, value in given.items() if not name.endswith("_spec"))]
         grid = next((value for value in others if isinstance(value, QuantSpec)), None)
         # Constructors of a user's own, and `QuantFunction`'s, may take a grid where they like.
@@ -62,9 +59,9 @@ class QuantTwin(nn.Module):
         weight_spec: QuantSpec | None = None,
         activation_spec: ActivationSpec = "default",
     ) -> "Self":
-        """The quantized twin of a float layer, which shares its parameters; a TypeError for another type of layer.
+        """Return the quantized twin of a float layer, which shares its parameters.
 
-        The layer may be parametrized (`torch.nn.utils.parametrize`, weight norm).
+        It may be parametrized (`torch.nn.utils.parametrize`, weight norm); another type of layer is a TypeError.
 
         >>> from qat import QuantLinear
         >>> twin = QuantLinear.from_float(nn.Linear(8, 2), QuantSpec(bits=4))
@@ -73,7 +70,7 @@ class QuantTwin(nn.Module):
         """
         cls.check_float(layer)
         make: Any = cls
-        with torch.device("meta"):
+        with torch.device("meta"):  # no memory, and no initialisation that draws random numbers
             twin: Self = make(**cls.constructor_arguments(layer), weight_spec=weight_spec, activation_spec=None)
         cls.share(layer, twin)
         with evaluating(twin):  # so that reading a parametrized weight (spectral norm) changes no state
@@ -81,12 +78,12 @@ class QuantTwin(nn.Module):
         return twin.train(layer.training)
 
     def to_float(self) -> nn.Module:
-        """The float layer again: the same parameters, without the quantizers."""
+        """Return the float layer again, on the same parameters."""
         return self.plain_layer(self)
 
     @classmethod
     def plain_layer(cls, source: nn.Module) -> nn.Module:
-        """A `float_type` on the parameters of a twin, or of a float layer that only its constructor tells apart."""
+        """Return a `float_type` on the parameters of a twin, or of a similar float layer."""
         with torch.device("meta"):
             layer = cls.float_type(**cls.constructor_arguments(source))
         cls.share(source, layer)
@@ -102,12 +99,12 @@ class QuantTwin(nn.Module):
 
     @staticmethod
     def share(source: Any, target: Any) -> None:
-        """Give the target the source's parameters; one of them is the float layer, the other its twin."""
+        """Share the source's parameters; one is the float layer, the other its twin."""
         share_parameters(source, target)
 
     @classmethod
     def constructor_arguments(cls, layer: Any) -> dict[str, Any]:
-        """Constructor arguments of the float layer that make one like it."""
+        """Return the constructor arguments of a float layer like this one."""
         if not cls.argument_names:
             raise TypeError(f"{type(layer).__name__} has no quantized twin")
         found = {name: getattr(layer, name) for name in cls.argument_names} | {"dtype": layer.weight.dtype}
@@ -119,13 +116,13 @@ class QuantTwin(nn.Module):
 
 
 class CompositeTwin(QuantTwin):
-    """A twin that quantizes its inputs itself, in a prepared model too, since each of its products reads its own.
+    """Base of twins whose products quantize their inputs, in a prepared model too.
 
     The weights stay parameters of this layer, under torch's names. Each product is a module inside it.
     """
 
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """The weight and bias with which forward calls each inner `QuantFunction`, by its name."""
+        """Return the weight and bias of each inner `QuantFunction`, by its name."""
         raise TypeError(f"{type(self).__name__}: a composite twin must implement inner_weights()")
 
 
@@ -135,7 +132,7 @@ TwinClass = TypeVar("TwinClass", bound=type[QuantTwin])
 
 
 def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinClass]:
-    """Class decorator: make a quantized layer the twin that `prepare` puts in place of a float layer.
+    """Register a quantized layer as the twin of a float layer, for `prepare`.
 
     The twin is a `QuantLayer` and usually a subclass of the float layer. It sets `argument_names`, or overrides
     `constructor_arguments`, and implements `operate`, which must be linear in the input and in the weight and must add
@@ -157,14 +154,13 @@ def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinCla
     >>> float_type_of(Projection(8, 2)).__name__
     'Projection'
     """
-
     if not (isinstance(float_class, type) and issubclass(float_class, nn.Module)) or issubclass(float_class, QuantTwin):
         raise TypeError(f"register_twin: expected a class of float layers, @register_twin(Float), got {float_class!r}")
 
     def register(cls: TwinClass) -> TwinClass:
         if not (isinstance(cls, type) and issubclass(cls, QuantTwin)):
             raise TypeError(f"register_twin({float_class.__name__}): expected a subclass of QuantLayer, got {cls!r}")
-        known = _TWINS.get(float_class, cls)
+        known = _TWINS.get(float_class, cls)  # the same by name: a notebook's cell that ran again
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"register_twin({float_class.__name__}): its twin is {known.__module__}.{known.__name__}")
         _TWINS[float_class] = cls
@@ -175,43 +171,45 @@ def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinCla
 
 
 def float_type_of(layer: nn.Module) -> type[nn.Module] | None:
-    """The registered class whose computation a layer, or its twin, does; None if it has no twin."""
+    """Return the registered class of a layer or twin; None if it has no twin."""
     if isinstance(layer, QuantTwin):
         return layer.float_type
     own = parametrize.type_before_parametrizations(layer)
     for base in own.__mro__:
         if base in _TWINS:
+            # A subclass with a forward of its own computes something else.
             same = all(getattr(own, name, None) is getattr(base, name, None) for name in ("forward", "_conv_forward"))
             return base if same else None
     return None
 
 
 def is_composite(layer: nn.Module) -> bool:
-    """Whether a float layer's twin is a `CompositeTwin`."""
+    """Return True if a float layer's twin is a `CompositeTwin`."""
     float_type = float_type_of(layer)
     return float_type is not None and issubclass(_TWINS[float_type], CompositeTwin)
 
 
 def type_name(layer: nn.Module) -> str:
-    """The name of the class by which a recipe speaks of a layer."""
+    """Return the name of the class by which a recipe speaks of a layer."""
     return (float_type_of(layer) or parametrize.type_before_parametrizations(layer)).__name__
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a recipe can speak of a module: its work is a matrix product or a table look-up, with a twin or without.
+    """Return True if a recipe can speak of a module, with a twin or without.
 
-    Subclasses that compute something else have no twin, nor do direct subclasses of torch's abstract layers.
+    Its work is a matrix product or a table look-up. Subclasses that compute something else have no twin, nor do direct
+    subclasses of torch's abstract layers.
     """
     return isinstance(module, (*_TWINS, AnyConvolution, nn.RNNBase))
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every layer of a model for which `is_layer` holds."""
+    """Return name and module of every layer for which `is_layer` holds."""
     return ((name, module) for name, module in model.named_modules() if is_layer(module))
 
 
 def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> QuantTwin:
-    """A layer's quantized twin, itself if it is one; its input is quantized elsewhere, except in a composite."""
+    """Return a layer's quantized twin, or itself if it is one."""
     if isinstance(layer, QuantTwin):
         return layer
     float_type = float_type_of(layer)
@@ -219,6 +217,7 @@ def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> QuantTwin:
     twin = _TWINS[float_type]
     if parametrize.type_before_parametrizations(layer) is not float_type:
         layer = twin.plain_layer(layer)
+    # Its input is quantized elsewhere, except in a composite.
     if issubclass(twin, CompositeTwin):
         where, activation = name, chosen.activation
     else:

@@ -1,4 +1,4 @@
-"""Quantizer modules with learnable parameters, and the one registry of their rules."""
+"""Quantizer modules with learnable parameters, and the registry of their rules."""
 
 from qat.quantizer.base import Quantizer
 from qat.quantizer.granularity import as_rows, scale_shape

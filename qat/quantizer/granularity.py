@@ -1,4 +1,4 @@
-"""How many scales a tensor has, and the view in which they broadcast: per tensor, per channel, per group of inputs."""
+"""Shapes and views of scales per tensor, per channel and per group of inputs."""
 
 import math
 
@@ -8,10 +8,11 @@ from qat.spec import QuantSpec, default_spec
 
 
 def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a weight (out, in, ...), such that they broadcast over `to_groups(weight, spec)`.
+    """Return the shape of the scales of a weight (out, in, ...).
 
-    tensor: ();  channel: (out, 1, ...);  group: (out, in / group_size, 1, ...), one axis more than the weight. A
-    ValueError is raised if group_size does not divide the inputs, or there is no input axis.
+    tensor: ();  channel: (out, 1, ...);  group: (out, in / group_size, 1, ...), one axis more than the weight. It
+    broadcasts over `to_groups(weight, spec)`. A group_size that does not divide the inputs, or no input axis, is a
+    ValueError.
 
     >>> scale_shape(QuantSpec(granularity="group", group_size=16), (8, 64, 3, 3))
     (8, 4, 1, 1, 1)
@@ -33,7 +34,7 @@ def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def to_groups(x: Tensor, spec: QuantSpec) -> Tensor:
-    """x with its input axis split into (groups, group_size), where the granularity is "group"; else x as it is."""
+    """Split the input axis into (groups, group_size) if the granularity is "group"."""
     if spec.granularity != "group":
         return x
     assert spec.group_size is not None
@@ -41,17 +42,17 @@ def to_groups(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def from_groups(x: Tensor, spec: QuantSpec) -> Tensor:
-    """The inverse of `to_groups`."""
+    """Undo `to_groups`."""
     return x.flatten(1, 2) if spec.granularity == "group" else x
 
 
 def shared_axes(x: Tensor, shape: tuple[int, ...]) -> list[int]:
-    """The axes of a (grouped) tensor along which a scale of this shape is the same."""
+    """Return the axes of a (grouped) tensor that share each scale of this shape."""
     return [axis for axis in range(x.dim()) if not shape or shape[axis] == 1]
 
 
 def as_rows(weight: Tensor, spec: QuantSpec) -> Tensor:
-    """The weight as (scales, elements): one row for each scale, in the order of the scales."""
+    """View a weight as (scales, elements): a row for each scale, in their order."""
     if spec.granularity == "tensor":
         return weight.reshape(1, -1)
     return to_groups(weight, spec).reshape(math.prod(scale_shape(spec, tuple(weight.shape))), -1)

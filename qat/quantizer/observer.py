@@ -1,4 +1,4 @@
-"""What calibration remembers of a tensor: its extremes, exactly, and a seeded random sample of its values."""
+"""Statistics of a tensor for calibration: exact extremes, and a seeded sample."""
 
 import itertools
 import sys
@@ -27,7 +27,7 @@ class RangeObserver:
         self._generator = torch.Generator().manual_seed(0)
 
     def update(self, x: Tensor) -> None:
-        """Take note of one batch of the tensor."""
+        """Record one batch of the tensor."""
         values = x.detach().float().reshape(-1)
         if values.numel() == 0:
             return
@@ -42,7 +42,7 @@ class RangeObserver:
         self._samples.append(values.to("cpu", copy=True))
 
     def values(self, extremes: bool = False) -> Tensor:
-        """The sample, or only the extremes of every batch, shape (1, elements); (1, 0) if nothing was seen."""
+        """Return the sample, or each batch's extremes, as (1, n); (1, 0) of no values."""
         # Extremes that are NaN or infinite are put into the sample; others would fill the tail of a percentile.
         kept = self._extremes if extremes else [*self._samples, *(e for e in self._extremes if not e.isfinite().all())]
         return torch.cat(kept)[None] if kept else torch.empty(1, 0)

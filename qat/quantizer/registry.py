@@ -1,7 +1,7 @@
-"""The one registry: names of rules to quantizer classes."""
+"""The registry of rules: names to quantizer classes."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 
 
 def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
-    """Class decorator: make a `Quantizer` available as `QuantSpec(rule=name)`, in code and in YAML.
+    """Register a `Quantizer` class as `QuantSpec(rule=name)`, in code and in YAML.
 
     A name that another class has is a ValueError; a decorator without parentheses, or another class, a TypeError.
 
@@ -31,7 +31,6 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
     >>> create_quantizer(QuantSpec(rule="doc_fixed"))
     FixedGrid(doc_fixed, uint8 affine per tensor)
     """
-
     if not isinstance(name, str) or not name:
         raise TypeError(f'register_quantizer: write @register_quantizer("name") above the class, got {name!r}')
 
@@ -49,12 +48,12 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
 
 
 def registered_quantizers() -> list[str]:
-    """Names of all registered rules, sorted."""
+    """Return the names of all registered rules, sorted."""
     return sorted(_QUANTIZERS)
 
 
 def quantizer_class(rule: str) -> type[Quantizer]:
-    """The class registered under this name."""
+    """Return the class registered under this name."""
     if rule not in _QUANTIZERS:
         hint = did_you_mean(rule, _QUANTIZERS) or "import the module of one of your own first (in a config: imports)"
         raise ValueError(f"unknown quantizer {rule!r}; registered: {', '.join(registered_quantizers())}; {hint}")
@@ -64,7 +63,9 @@ def quantizer_class(rule: str) -> type[Quantizer]:
 def create_quantizer(
     spec: QuantSpec, role: Role = "activation", shape: tuple[int, ...] = (), device: torch.device | str | None = None
 ) -> Quantizer:
-    """A new quantizer of the rule that the spec names, a ValueError if there is none; arguments as of `Quantizer`.
+    """Create a quantizer of the spec's rule; arguments as of `Quantizer`.
+
+    An unknown rule is a ValueError.
 
     >>> create_quantizer(QuantSpec(bits=4), "weight", (8, 1))
     LSQQuantizer(lsq, int4 narrow symmetric per channel)
@@ -74,15 +75,12 @@ def create_quantizer(
 
 
 def estimator_of(module: object) -> str | None:
-    """The estimator that a quantizer computes: the class attribute `estimator` of its rule; None if it has none.
+    """Return the `estimator` that the class of a quantizer declares, or None.
 
     A subclass inherits it together with all methods that decide what a call computes, or else declares its own.
     """
     kind = type(module)
-    declaring = next((base for base in kind.__mro__ if "estimator" in vars(base)), None)
-    if declaring is None or any(
-        getattr(kind, name, None) is not getattr(declaring, name, None) for name in CALL_METHODS
-    ):
-        return None
-    found: str | None = vars(declaring)["estimator"]
-    return found
+    declaring: Any = next((base for base in kind.__mro__ if "estimator" in vars(base)), None)
+    # One method overridden, and a kernel would compute something else than the module.
+    same = all(getattr(kind, name, None) is getattr(declaring, name, None) for name in CALL_METHODS)
+    return declaring.estimator if declaring is not None and same else None

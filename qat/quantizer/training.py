@@ -1,4 +1,4 @@
-"""What a training loop asks of a model's quantizers: optimizer groups, their share of the loss, how far it is."""
+"""Optimizer groups, penalty and progress of quantizers, for training loops."""
 
 from collections.abc import Iterator
 from numbers import Real
@@ -15,10 +15,8 @@ from qat.text import check_types
 from qat.torch_internals import BatchOrInstanceNorm
 
 NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""torch's normalisation modules with parameters; the first is the base of every BatchNorm and InstanceNorm."""
-
-FEW, MANY = 4, 8
-"""Up to `FEW` bits scales learn as fast as weights, as in the papers; from `MANY` on at a tenth of that rate."""
+LOW_BITS = 4  # up to here scales learn as fast as weights, as in the papers; weights on fewer decay less
+HIGH_BITS = 8  # from here on scales learn at a tenth of that rate
 
 
 def parameter_groups(
@@ -32,7 +30,9 @@ def parameter_groups(
     quantizer_weight_decay: float = 0.0,
     weight_decay_by_bits: bool = False,
 ) -> list[dict[str, Any]]:
-    """Sort the parameters of a model into groups for an optimizer: scales must not decay, and learn slower at 8 bits.
+    """Sort the parameters of a model into groups for an optimizer.
+
+    Scales must not decay, and learn slower at 8 bits.
 
     - `weights`: weight_decay.
     - `weights_3_bits`, `weights_2_bits`, if `weight_decay_by_bits` is set: weights of quantized layers on fewer than 4
@@ -77,16 +77,17 @@ def parameter_groups(
     )  # fmt: skip
     reshard(model)
     bits_of = weight_bits(model) if weight_decay_by_bits else {}
-    few = sorted({bits for bits in bits_of.values() if bits < FEW}, reverse=True)
+    few = sorted({bits for bits in bits_of.values() if bits < LOW_BITS}, reverse=True)
     rates = {"weights": (lr, weight_decay)}
-    rates |= {f"weights_{bits}_bits": (lr, weight_decay * decay_factor_of(bits)) for bits in few}
+    rates |= {f"weights_{bits}_bits": (lr, weight_decay * 2.0 ** (max(bits, 2) - LOW_BITS)) for bits in few}
     rates |= {"norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     of_quantizers: dict[int, str] = {}
     own = lr * quantizer_lr_factor if quantizer_lr_factor is not None else quantizer_lr
-    for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):
+    for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):  # the order of the groups
         bits = quantizer.spec.bits
-        scales = (f"quantizers_{bits}_bits", lr * lr_factor_of(bits)) if own is None else ("quantizers", own)
+        slower = (min(max(bits, LOW_BITS), HIGH_BITS) - LOW_BITS) / (HIGH_BITS - LOW_BITS)  # from 0 to 1
+        scales = (f"quantizers_{bits}_bits", lr * 0.1**slower) if own is None else ("quantizers", own)
         for name, parameter in quantizer.named_parameters():
             kind, rate = scales
             if name in quantizer.lr_factors:
@@ -94,10 +95,13 @@ def parameter_groups(
             rates[kind] = (rate, quantizer_weight_decay)
             if parameter.requires_grad or quantizer.is_frozen:
                 of_quantizers.setdefault(id(parameter), kind)
+    # A parameter that modules share is in one group: that of its quantizer, or else by its first name.
     members: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
     of_norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     for name, parameter in model.named_parameters():
-        kind = of_quantizers.get(id(parameter)) or _kind_of(name, parameter, id(parameter) in of_norms)
+        flat = parameter.dim() <= 1 or name.rpartition(".")[2] == "bias"
+        usual = "norms" if id(parameter) in of_norms else "biases" if flat else "weights"
+        kind = of_quantizers.get(id(parameter), usual)
         if kind == "weights" and bits_of.get(id(parameter)) in few:
             kind = f"weights_{bits_of[id(parameter)]}_bits"
         if parameter.requires_grad or id(parameter) in of_quantizers:
@@ -111,16 +115,6 @@ def parameter_groups(
     ]
 
 
-def lr_factor_of(bits: int) -> float:
-    """The learning rate of scales on a grid of so many bits, as a factor of that of weights."""
-    return float(0.1 ** ((min(max(bits, FEW), MANY) - FEW) / (MANY - FEW)))
-
-
-def decay_factor_of(bits: int) -> float:
-    """The weight decay of weights on so many bits, as a factor of that of the others."""
-    return 2.0 ** (min(max(bits, 2), FEW) - FEW)
-
-
 def _check(rates: dict[str, float | None], **given: float) -> None:
     chosen = {name: rate for name, rate in rates.items() if rate is not None}
     for name, value in (*given.items(), *chosen.items()):
@@ -131,18 +125,12 @@ def _check(rates: dict[str, float | None], **given: float) -> None:
         raise ValueError(f"parameter_groups: {both} are two rates for the same parameters; give one")
 
 
-def _kind_of(name: str, parameter: nn.Parameter, of_norm: bool) -> str:
-    if of_norm:
-        return "norms"
-    return "biases" if parameter.dim() <= 1 or name.rpartition(".")[2] == "bias" else "weights"
-
-
 def weight_bits(model: nn.Module) -> dict[int, int]:
-    """The fewest bits of the grids on which a parameter is computed, by its id; without those computed in float.
+    """Return the fewest bits on whose grid each parameter is computed, by its id.
 
-    A layer's quantizer stands for all of its parameters, those of a parametrization too. Where the graph of a prepared
-    model calls a function with a weight that lies elsewhere (`F.linear(x, self.qkv.weight)`), the weight is followed
-    back through the graph.
+    Parameters computed in float are left out. A layer's quantizer stands for all of its parameters, those of a
+    parametrization too. Where the graph of a prepared model calls a function with a weight that lies elsewhere
+    (`F.linear(x, self.qkv.weight)`), the weight is followed back through the graph.
     """
     found: dict[int, int] = {}
     for module in model.modules():
@@ -163,6 +151,7 @@ def _weight_quantizers(module: nn.Module) -> Iterator[Quantizer]:
 
 
 def _read_by_functions(model: fx.GraphModule) -> list[tuple[nn.Parameter, Quantizer]]:
+    # `F.linear(x, self.qkv.weight)`: the weight belongs to no layer that has a quantizer.
     found = []
     for node in model.graph.nodes:  # a quantized function gets its weight as its second argument
         if node.op == "call_module" and len(node.args) > 1 and isinstance(node.args[1], fx.Node):
@@ -183,10 +172,10 @@ def _origins(node: fx.Node) -> set[fx.Node]:
 
 
 def penalty(model: nn.Module) -> Tensor:
-    """What the rules of a model add to the loss: PACT's decay of alpha, the cost of learned bits; 0 without such rules.
+    """Return the loss terms of a model's rules: PACT's decay, learned bits' cost.
 
-    It depends on parameters alone: under torch.distributed every rank adds it, and the average of the gradients has it
-    once.
+    It is 0 without such rules. It depends on parameters alone: under torch.distributed every rank adds it, and the
+    average of the gradients has it once.
 
     >>> from qat.quantizer import PACTQuantizer
     >>> from qat.spec import QuantSpec
@@ -200,9 +189,10 @@ def penalty(model: nn.Module) -> Tensor:
 
 
 def set_progress(model: nn.Module, progress: float) -> None:
-    """Tell the annealed rules (`stacked_sigmoid`, `binary` with error decay) how far the training is.
+    """Tell the annealed rules how far the training is.
 
-    Progress goes from 0 at the start to 1 at the end; call it before every step or epoch.
+    They are `stacked_sigmoid`, and `binary` with error decay. Progress goes from 0 at the start to 1 at the end; call
+    it before every step or epoch.
     """
     expect_model(set_progress, model)
     if not 0 <= progress <= 1:
@@ -213,7 +203,7 @@ def set_progress(model: nn.Module, progress: float) -> None:
 
 
 def replicate_quantizers(model: nn.Module) -> set[nn.Parameter]:
-    """Keep what quantizers learn whole on every rank under FSDP2, and average its gradients over the ranks.
+    """Replicate learned quantizer parameters under FSDP2, and average their gradients.
 
     `fully_shard` takes no parameter without axes, as a scale of a tensor is, and leaves the gradients of what it
     ignores alone. From now on every `backward` averages them, as FSDP2 does with those of weights. Every rank has to
@@ -237,12 +227,12 @@ def replicate_quantizers(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _average_gradient(parameter: Tensor) -> None:
-    if parameter.grad is not None and rank_count() > 1:
+    if parameter.grad is not None and rank_count() > 1:  # one process may use the same script
         parameter.grad = summed(parameter.grad) / rank_count()
 
 
 def scales_at_minimum(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """How many learned scales rest on their floor, and how many there are, by the name of their quantizer."""
+    """Count learned scales on their floor, and all of them, by the quantizer's name."""
     found = {name: each for name, each in model.named_modules() if isinstance(each, Quantizer)}
     counts = {name: count for name, each in found.items() if (count := each.scales_at_minimum()) is not None}
     resting = torch.stack(list(counts.values())).tolist() if counts else []  # one device synchronisation

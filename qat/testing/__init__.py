@@ -1,4 +1,4 @@
-"""`ste_gradcheck`: checks a straight-through estimator against the gradient that it declares."""
+"""`ste_gradcheck`: check an estimator against the gradient that it declares."""
 
 from qat.testing.gradcheck import CHECKS, grid_points, ste_gradcheck
 from qat.testing.report import CheckResult, GradcheckError, GradcheckReport

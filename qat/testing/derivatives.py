@@ -1,4 +1,4 @@
-"""Checks of the gradient: against the declared one, in every shape, second order, `torch.func` and forward mode."""
+"""Checks of gradients: declared ones, second order, `torch.func`, forward mode."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ from qat.testing.report import (
 from qat.text import plural
 from qat.torch_internals import applied_function
 
-MOST_BLAMED = 2000
-LARGEST_JACOBIAN = 64
-SMALL = 8
+MOST_BLAMED = 2000  # elements that are tried alone to find the wrong one
+LARGEST_JACOBIAN = 64  # elements of an input or output
+SMALL = 8  # values of x that Jacobians are taken at
 
 
 def check_gradient(estimator: Estimator, inputs: Inputs) -> str:
-    """Every slot's gradient equals the declared one, and is None exactly where that is None."""
+    """Check that every slot's gradient equals the declared one, None included."""
     y, got = estimator.gradients(inputs)
     expected = estimator.declared_gradients(inputs, uneven(y))
     for slot, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
@@ -55,7 +55,7 @@ def check_gradient(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_slots(estimator: Estimator, inputs: Inputs) -> str:
-    """Each subset of slots gets the same gradients; none is computed for the others (`ctx.needs_input_grad`)."""
+    """Check that each subset of slots gets the same gradients, and no others."""
     y, full = estimator.gradients(inputs)
     subsets = list(itertools.product((False, True), repeat=len(inputs)))
     for wanted in subsets:
@@ -76,15 +76,15 @@ def check_slots(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
-    """The slots in `broadcast` work per tensor and per channel, all together and one at a time."""
+    """Check the slots in `broadcast` per tensor and per channel, together and alone."""
     if not estimator.broadcast:
         raise Skipped("no slot is named in broadcast")
     x = with_axes(estimator, inputs[0], 3)
-    together = [estimator.broadcast]
+    groups = [estimator.broadcast]
     if len(estimator.broadcast) > 1:
-        together += [(slot,) for slot in estimator.broadcast]
-    tried = 0
-    for slots, (words, shape) in itertools.product(together, list(parameter_shapes(x))):
+        groups += [(slot,) for slot in estimator.broadcast]
+    tried = list(itertools.product(groups, parameter_shapes(x)))
+    for slots, (words, shape) in tried:
         shaped = [x, *inputs[1:]]
         for slot in estimator.broadcast:
             shaped[slot] = per_channel(inputs[slot], shape if slot in slots else ())
@@ -95,12 +95,11 @@ def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
         _require_declared(estimator, named, tuple(shaped), got, expected)
         if estimator.elementwise and torch.Size(shape).numel() > 1:
             _require_each_channel(estimator, named, tuple(shaped), y, shape)
-        tried += 1
-    return f"{plural(tried, 'shape')} against x of shape {tuple(x.shape)}"
+    return f"{plural(len(tried), 'shape')} against x of shape {tuple(x.shape)}"
 
 
 def check_second_order(estimator: Estimator, inputs: Inputs) -> str:
-    """The gradients, differentiated again by every slot and by the cotangent, equal the declared ones."""
+    """Check the gradients, differentiated again by every slot and by the cotangent."""
     cotangent = uneven(estimator.output(inputs))
     got, expected = estimator.second_order(inputs, cotangent), estimator.declared_second_order(inputs, cotangent)
     size = max(largest(gradient) for gradient in filled(estimator.declared_gradients(inputs, cotangent), inputs))
@@ -118,7 +117,7 @@ def _require_declared(estimator: Estimator, words: str, inputs: Inputs, got: Gra
         estimator.require_same_gradients(words, got, expected, inputs)
     except GradcheckError:
         _blame_element(estimator, words, inputs)
-        raise
+        raise  # no single element is to blame
 
 
 def _blame_element(estimator: Estimator, words: str, inputs: Inputs) -> None:
@@ -154,12 +153,12 @@ def _require_each_channel(estimator: Estimator, words: str, inputs: Inputs, y: T
 
 
 def _watch(y: Tensor) -> list[str]:
-    # a list that backward fills with the gradients that a Function computes although no one needs them
+    # A list that backward fills with the gradients that a Function computes although no one needs them
     unasked: list[str] = []
     seen, ahead = set(), [y.grad_fn]
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
+        if node is None or node in seen:  # None: an input that asks for no gradient
             continue
         seen.add(node)
         ahead += [following for following, _ in node.next_functions]
@@ -169,8 +168,8 @@ def _watch(y: Tensor) -> list[str]:
     return unasked
 
 
-def _note(name: str, asks: list[bool], unasked: list[str]) -> Any:
-    def hook(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+def _note(name: str, asks: list[bool], unasked: list[str]) -> Callable[..., None]:
+    def hook(gradients: tuple[Tensor | None, ...], _: object) -> None:
         for position, (gradient, wanted) in enumerate(zip(gradients, asks, strict=False)):
             if gradient is not None and not wanted:
                 unasked.append(f"{name} computes a gradient for its input {position}, which asks for none")
@@ -179,7 +178,7 @@ def _note(name: str, asks: list[bool], unasked: list[str]) -> Any:
 
 
 def check_func_grad(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.func.grad`, for all slots and for each alone, and `torch.func.vjp` equal autograd."""
+    """Check that `torch.func.grad` and `torch.func.vjp` equal autograd."""
     y, found = estimator.gradients(inputs)
     expected = filled(found, inputs)
 
@@ -204,9 +203,10 @@ def check_func_grad(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_vmap(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.func.vmap` of the function and of its gradient equals a loop, with x, parameters or both batched.
+    """Check that `torch.func.vmap` of function and gradient equals a loop.
 
-    Noise is drawn once for the whole batch, so that a function that seeds each call equals the loop too.
+    x, parameters or both are batched. Noise is drawn once for the whole batch, so that a function that seeds each call
+    equals the loop too.
     """
     many, rest = batches(inputs), len(inputs) - 1
     in_dims: dict[str, tuple[int | None, ...]] = {
@@ -246,7 +246,7 @@ def _vmap(estimator: Estimator, words: str, inputs: Inputs, many: Inputs, dims: 
 
 
 def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.func.jvp`, dual tensors, `jacfwd` and `jacrev` agree with the declared gradient."""
+    """Check `torch.func.jvp`, dual tensors, `jacfwd` and `jacrev`."""
     slots = range(len(inputs))
     with warnings_ignored("`torch.jit.script` is"):  # torch's own, when it loads its decompositions
         for moved in [tuple(slots), *((slot,) for slot in slots if len(inputs) > 1)]:
@@ -264,7 +264,7 @@ def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
 def _func_jvp(function: Callable[..., Any], inputs: Inputs, tangents: Sequence[Tensor | None]) -> Tensor:
     moved = [slot for slot, tangent in enumerate(tangents) if tangent is not None]
 
-    def of_moved(*tensors: Tensor) -> Any:
+    def of_moved(*tensors: Tensor) -> Any:  # jvp wants a tangent for every argument, so the others are bound
         given = dict(zip(moved, tensors, strict=True))
         return function(*(given.get(slot, tensor) for slot, tensor in enumerate(inputs)))
 
@@ -278,7 +278,7 @@ def _dual_jvp(function: Callable[..., Any], inputs: Inputs, tangents: Sequence[T
         pairs = zip(inputs, tangents, strict=True)
         duals = [x if t is None else forward_ad.make_dual(x, t) for x, t in pairs]  # type: ignore[no-untyped-call]
         y, tangent = forward_ad.unpack_dual(function(*duals))  # type: ignore[no-untyped-call]
-        return torch.zeros_like(y) if tangent is None else tangent
+        return torch.zeros_like(y) if tangent is None else tangent  # None: no tangent reached the output
 
 
 def _check_jacobians(estimator: Estimator, inputs: Inputs) -> str:

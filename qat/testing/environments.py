@@ -1,5 +1,6 @@
-"""Checks in other surroundings: meta tensors, the compiler, memory layouts, dtypes, no elements, NaN and infinities."""
+"""Checks on meta tensors, in the compiler, of layouts, dtypes, no elements, NaN."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,13 +23,12 @@ from qat.testing.report import (
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SINGLE = torch.finfo(torch.float32).eps
-MOVE = 8 * SINGLE
-"""Inputs are moved by this relative amount; float32 arithmetic may give any of the outcomes."""
-SWEEP = 24
+MOVE = 8 * SINGLE  # inputs are moved by this relative amount; float32 arithmetic may give any of the outcomes
+SWEEP = 24  # values of x between zero and each given one
 
 
 def check_meta(estimator: Estimator, inputs: Inputs) -> str:
-    """Meta tensors give the shape, dtype and device of output and gradients without any data."""
+    """Check shape, dtype and device of output and gradients on meta tensors."""
     for dtype in (torch.float64, torch.bfloat16):
         y, expected = estimator.gradients(tuple(tensor.to(dtype) for tensor in inputs))
         words = f"{short(dtype)}: "
@@ -54,7 +54,7 @@ def _require_alike(words: str, got: Tensor, expected: Tensor) -> None:
 
 
 def check_compile(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.compile(fullgraph=True)` gives the same output and gradients; the output is not an alias of an input."""
+    """Check that `torch.compile(fullgraph=True)` gives the same output and gradients."""
     for slot, tensor in enumerate(inputs):
         if estimator.output(inputs).untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             raise GradcheckError(
@@ -67,7 +67,7 @@ def check_compile(estimator: Estimator, inputs: Inputs) -> str:
         return estimator.function(*tensors)
 
     with warnings_ignored():  # the compiler's own, which differ between torch versions
-        torch.compiler.reset()
+        torch.compiler.reset()  # every check compiles anew, and leaves nothing behind
         try:
             with raising("torch.compile "):
                 compiled = torch.compile(whole, fullgraph=True, backend=estimator.backend)
@@ -83,7 +83,7 @@ def check_compile(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_layouts(estimator: Estimator, inputs: Inputs) -> str:
-    """A non-contiguous x or incoming gradient changes no value; channels_last stays channels_last."""
+    """Check that strides of x or of the gradient change no value."""
     x = with_axes(estimator, inputs[0], 4).contiguous()
     arranged = (x, *inputs[1:])
     y, expected = estimator.gradients(arranged)
@@ -95,6 +95,7 @@ def check_layouts(estimator: Estimator, inputs: Inputs) -> str:
             got, gradients = estimator.gradients((variant, *inputs[1:]), cotangent)
         estimator.require_close(f"{words}output", got, y, x)
         estimator.require_same_gradients(words, gradients, expected, arranged)
+        # channels_last stays channels_last.
         spoilt = name == "channels_last" and not got.is_contiguous(memory_format=torch.channels_last)
         if spoilt and got.shape == x.shape:
             raise GradcheckError(f"{words}the output has strides {got.stride()}, expected {variant.stride()}")
@@ -110,7 +111,7 @@ def _layouts(x: Tensor) -> dict[str, Tensor]:
     found = {}
     if x.ndim:
         room = x.new_empty((*x.shape[:-1], 2 * x.shape[-1]))
-        found["every second element"] = room[..., ::2].copy_(x)
+        found["every second element"] = room[..., ::2].copy_(x)  # strides of 2
     if x.ndim > 1:
         found["transposed"] = x.transpose(0, -1).contiguous().transpose(0, -1)
     if x.ndim == 4:
@@ -119,7 +120,7 @@ def _layouts(x: Tensor) -> dict[str, Tensor]:
 
 
 def check_dtypes(estimator: Estimator, inputs: Inputs) -> str:
-    """float16, bfloat16, float32, float64: dtypes are kept, and values are those of float32 arithmetic at least.
+    """Check that dtypes are kept, and values are those of float32 arithmetic at least.
 
     The output must equal the float64 output for the same (narrow) inputs, rounded to the dtype of x, within 16 float32
     epsilons of its largest value. Where moving an input by 8 float32 epsilons changes the output (at a tie or a
@@ -150,10 +151,11 @@ def _check_dtype(estimator: Estimator, words: str, narrow: Inputs) -> None:
     wide_y = outcomes[0][0]
     wrong = (y.double() < below) | (y.double() > above) | (y.isnan() != wide_y.isnan())
     require_none(f"{words}output", wrong, y, wide_y.to(x.dtype), x)
+    # Gradients are not compared where the output or the gradient of x jumps within a rounding error.
     jumps = high - low > 4 * margin + MOVE * 64 * high.abs()
-    lows_highs = _envelope([filled(found, wide)[0] for _, found in outcomes])
+    least, most = _envelope([filled(found, wide)[0] for _, found in outcomes])
     if wide_y.shape == x.shape:
-        jumps |= lows_highs[1] - lows_highs[0] > 1e-3 * lows_highs[1].abs()
+        jumps |= most - least > 1e-3 * most.abs()
     cotangent = torch.where(jumps, 0, uneven(y)).to(y.dtype)
     got = filled(estimator.gradients(narrow, cotangent)[1], narrow)
     around = [filled(estimator.gradients(each, cotangent.double())[1], wide) for each in moved]
@@ -185,7 +187,7 @@ def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
     if not estimator.elementwise:
         return inputs
     k = torch.arange(SWEEP, dtype=torch.float64).reshape(SWEEP, *[1] * inputs[0].ndim)
-    swept = [inputs[0] * (1 - k * 0.9871 / SWEEP)]
+    swept = [inputs[0] * (1 - k * 0.9871 / SWEEP)]  # a factor that meets no tie of a grid
     for slot, parameter in enumerate(inputs[1:], start=1):
         alone = slot in estimator.broadcast and parameter.numel() == 1
         swept.append(parameter.flatten() * (1 + 0.875 * torch.frac(k * 0.6180339887)) if alone else parameter)
@@ -195,7 +197,7 @@ def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
 def _moved(estimator: Estimator, inputs: Inputs) -> Iterator[Inputs]:
     yield inputs
     for slot, tensor in enumerate(inputs):  # each one moved up and down by a rounding error
-        patterns = [torch.ones_like(tensor)]
+        patterns = [torch.ones_like(tensor)]  # all elements the same way; below, some against others
         if tensor.numel() > 1 and not (slot == 0 and estimator.elementwise):
             patterns += [torch.sign(uneven(tensor, seed)) for seed in (1, 2, 3)]
         for pattern in patterns:
@@ -209,7 +211,7 @@ def _envelope(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def check_empty(estimator: Estimator, inputs: Inputs) -> str:
-    """Where x has no element, gradients have the shapes of their inputs, and those of parameters are zero."""
+    """Check the gradients where x has no element: their shapes, zeros for parameters."""
     usual = estimator.gradients(inputs)[1]
     empty = without_elements(estimator, inputs)
     words = f"x of shape {tuple(empty[0].shape)}: "
@@ -225,13 +227,13 @@ def check_empty(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_nan_inf(estimator: Estimator, inputs: Inputs) -> str:
-    """NaN stays NaN, infinities give no NaN, and neither changes other elements.
+    """Check that NaN stays NaN, infinities give none, and other elements stay.
 
     If the function is not elementwise, NaN in x only has to give NaN somewhere. -inf is tried only if x has values
     below zero, which shows that they belong to its domain.
     """
     x = inputs[0]
-    values = [float("nan"), float("inf"), *[-float("inf")] * bool((x < 0).any())]
+    values = [float("nan"), float("inf"), *[-float("inf")] * bool((x < 0).any())]  # -inf only in the domain
     places = sorted({0, x.numel() // 2, x.numel() - 1})
     for place in places:
         index = index_of(place, x.shape)
@@ -255,9 +257,9 @@ def _check_value(estimator: Estimator, inputs: Inputs, place: int, index: tuple[
     if got.shape != x.shape:
         raise GradcheckError(f"{words}the output of an elementwise function has shape {tuple(got.shape)}")
     own = got[index]
-    if value != value and not own.isnan():
+    if math.isnan(value) and not own.isnan():
         raise GradcheckError(f"{words}the output there is {number(own)}, expected nan")
-    if value == value and own.isnan():
+    if not math.isnan(value) and own.isnan():
         raise GradcheckError(f"{words}the output there is nan")
     estimator.require_close(f"{words}output", _with(got, place, 0), _with(y, place, 0), x)
     if gradients[0] is not None and disturbed[0] is not None:

@@ -1,4 +1,4 @@
-"""`ste_gradcheck` runs every check on an estimator and its declared gradient; `grid_points` are values to check at."""
+"""`ste_gradcheck`, which runs every check, and `grid_points` to check at."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ CHECKS: dict[str, Check] = {
 """The checks, in the order in which they run. Each takes an `Estimator` and one tuple of inputs, returns what it
 checked, and raises `GradcheckError` with the first offending element, or `Skipped` where it does not apply."""
 
-
+# In steps of the grid: on it, inside of a tie, on one, and between.
 BESIDE_A_BOUND = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
 BESIDE_ZERO = (0.0, 0.25, 0.5, 1.0, 1.3, 1.5, 2.5)
 
@@ -77,11 +77,11 @@ def ste_gradcheck(
             or of the output. Forward mode transposes it at grad_output = 0.
         broadcast: slots of `inputs` that broadcast against x. Their first values are tried in every shape, multiplied
             by up to 15/8 from channel to channel.
-        elementwise: whether y[i] depends on x[i] and the parameters only.
+        elementwise: True if y[i] depends on x[i] and the parameters only.
         checks: names of the checks to run; None runs all.
         skip: names of checks to leave out; the report lists them as skipped.
         backend: of `torch.compile`.
-        raise_exception: whether failures raise; otherwise only the report shows them.
+        raise_exception: True to raise failures; otherwise only the report shows them.
         rtol, atol: float64 values are equal if |got - expected| <= atol + rtol * |expected|.
 
     Returns:
@@ -110,14 +110,16 @@ def ste_gradcheck(
     1 of 1 check failed for round_ste
       gradient: ...
     """
-    names = _chosen(checks)
+    wanted = set(CHECKS) if checks is None else _known(checks, "checks")
     left_out = _known(skip, "skip")
+    if not wanted:
+        raise ValueError("ste_gradcheck: checks names no check; None runs all of them")
     estimator = Estimator(function, surrogate, gradient, tuple(broadcast), elementwise, backend, rtol, atol)
     cases = _cases(inputs)
     for case in cases:
         _require_sound(estimator, case)
     results = []
-    for name in names:
+    for name in (name for name in CHECKS if name in wanted):  # in their order, whatever that of `checks`
         if name in left_out:
             results.append(CheckResult(name, True, "left out by skip", skipped=True))
         else:
@@ -144,13 +146,6 @@ def _result(name: str, estimator: Estimator, cases: list[Inputs]) -> CheckResult
     return CheckResult(name, True, "; ".join(dict.fromkeys(details)))
 
 
-def _chosen(checks: Iterable[str] | None) -> list[str]:
-    wanted = set(CHECKS) if checks is None else _known(checks, "checks")
-    if not wanted:
-        raise ValueError("ste_gradcheck: checks names no check; None runs all of them")
-    return [name for name in CHECKS if name in wanted]
-
-
 def _known(names: Iterable[str], argument: str) -> set[str]:
     if isinstance(names, str):
         raise TypeError(f"ste_gradcheck: {argument} must be a list of names, got the string {names!r}")
@@ -175,7 +170,7 @@ def _cases(inputs: Any) -> list[Inputs]:
 
 
 def _require_sound(estimator: Estimator, case: Inputs) -> None:
-    # refuses what cannot be checked at all; errors that the function itself raises pass unchanged
+    # Refuses what cannot be checked at all; errors that the function itself raises pass unchanged
     if (estimator.surrogate is None) == (estimator.gradient is None):
         given = "neither surrogate nor gradient is" if estimator.gradient is None else "surrogate and gradient are both"
         raise ValueError(f"ste_gradcheck: {given} given: declare the gradient in one of them")
@@ -185,7 +180,7 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
     copies = [tensor.clone() for tensor in case]
     y = estimator.function(*copies)
     for slot, (old, new) in enumerate(zip(case, copies, strict=True)):
-        if not torch.equal(old.nan_to_num(), new.nan_to_num()):
+        if not torch.equal(old.nan_to_num(), new.nan_to_num()):  # a NaN is not equal to itself
             raise ValueError(f"ste_gradcheck: function changes its input {slot} in place; let it compute a new tensor")
     if not isinstance(y, Tensor):
         raise TypeError(f"ste_gradcheck: function must return one tensor, got {type(y).__name__}")
@@ -201,7 +196,7 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
 
 
 def grid_points(scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
-    """Values of x at which the rules for an integer grid differ from each other.
+    """Return values of x at which the rules for an integer grid differ.
 
     x = scale * (q - zero_point) for q on both bounds, a quarter, a half and more inside and outside of them, far
     outside, at zero, and on ties of both parities (0.5 rounds down to the even 0, 1.5 up to the even 2). If float64
@@ -221,7 +216,7 @@ def grid_points(scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
         codes |= {bound + sign * offset for bound in (qmin, qmax) for offset in BESIDE_A_BOUND}
         codes |= {zero_point + sign * offset for offset in BESIDE_ZERO}
     v = torch.tensor(sorted({code - zero_point for code in codes}), dtype=torch.float64)
-    x = v * scale
+    x = v * scale  # rounded: x / scale may miss v by a unit in the last place
     for neighbour in (x, torch.nextafter(x, x + scale), torch.nextafter(x, x - scale)):
         x = torch.where((x / scale != v) & (neighbour / scale == v), neighbour, x)
     return x

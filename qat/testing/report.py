@@ -1,4 +1,4 @@
-"""What `ste_gradcheck` hands back: a result for each check, all failures in one error; and how tensors are compared."""
+"""Results of `ste_gradcheck`, and comparisons that name the first wrong element."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,26 +9,26 @@ from torch import Tensor
 
 from qat.text import plural
 
-LONGEST_DETAIL = 300
+LONGEST_DETAIL = 300  # characters: a compiler's message can take pages
 
 
 class GradcheckError(AssertionError):
-    """An estimator does not do what it declares; the text has one line for each failed check."""
+    """Error of an estimator that differs from what it declares, a line a failed check."""
 
 
 class Skipped(Exception):  # noqa: N818 - a reason, not an error
-    """A check does not apply; the text says why."""
+    """Raised where a check does not apply; the text says why."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one check.
+    """Outcome of one check.
 
     Attributes:
         name: the check, one of `qat.testing.CHECKS`.
         passed: false if it failed; a skipped check counts as passed.
         detail: what was checked, why it failed (with the first offending element), or why it was skipped.
-        skipped: whether it was skipped.
+        skipped: True if it was skipped.
         error: the exception that the estimator raised, if any, with its traceback.
     """
 
@@ -40,13 +40,13 @@ class CheckResult:
 
     @property
     def status(self) -> str:
-        """ok, FAILED or skipped."""
+        """Return ok, FAILED or skipped."""
         return "FAILED" if not self.passed else "skipped" if self.skipped else "ok"
 
 
 @dataclass(frozen=True)
 class GradcheckReport:
-    """The results of all checks, in their order, of the function of this name; `str()` is a table.
+    """Results of all checks of one function, in their order; `str()` is a table.
 
     >>> print(GradcheckReport("round_ste", (CheckResult("gradient", True, "1 slot at 7 values of x"),)))
     round_ste: 1 check, 0 failed
@@ -58,12 +58,12 @@ class GradcheckReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[CheckResult, ...]:
-        """The checks that failed."""
+        """Checks that failed."""
         return tuple(result for result in self.results if not result.passed)
 
     def __getitem__(self, name: str) -> CheckResult:
@@ -86,7 +86,8 @@ class GradcheckReport:
 
 
 def first_line(error: Exception) -> str:
-    """An exception in one line: its type and the first line of its text, and the next if that ends in a colon."""
+    """Return an exception in one line: its type and the first line of its text."""
+    # A first line that ends in a colon says nothing without the next.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -95,25 +96,26 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def raising(words: str) -> Iterator[None]:
-    """Turn an exception raised inside into a GradcheckError that names the case; a failure passes unchanged."""
+    """Turn an exception raised inside into a GradcheckError that names the case."""
     try:
         yield
-    except (GradcheckError, Skipped):
+    except (GradcheckError, Skipped):  # these name their case already
         raise
     except Exception as error:
         raise GradcheckError(f"{words}raised {first_line(error)}") from error
 
 
 def uneven(like: Tensor, seed: int = 0) -> Tensor:
-    """Float64 values of both signs and of sizes from 0.5 to 2, which reveal sums over wrong axes and lost signs."""
+    """Return float64 values of both signs and of sizes from 0.5 to 2."""
+    # Uneven, to reveal sums over wrong axes and lost signs.
     k = torch.arange(1, like.numel() + 1, dtype=torch.float64)
-    size = 0.5 + 1.5 * torch.frac(k * 0.6180339887 + seed * 0.3)
+    size = 0.5 + 1.5 * torch.frac(k * 0.6180339887 + seed * 0.3)  # multiples of the golden ratio never repeat
     negative = torch.frac(k * 0.7548776662 + seed * 0.2) < 0.4
     return torch.where(negative, -size, size).reshape(like.shape)
 
 
 def require_close(what: str, got: Tensor, expected: Tensor, rtol: float, atol: float, x: Tensor | None = None) -> None:
-    """Raise if two tensors differ, with the first element, and the value of x there; NaN equals NaN."""
+    """Raise if two tensors differ, with the first element; NaN equals NaN."""
     if got.shape != expected.shape:
         raise GradcheckError(f"{what}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
     got, expected = got.detach().double(), expected.detach().double()
@@ -134,26 +136,26 @@ def require_none(what: str, wrong: Tensor, got: Tensor, expected: Tensor, x: Ten
 
 
 def index_of(place: int, shape: torch.Size) -> tuple[int, ...]:
-    """The index of the element at this place of the flattened tensor."""
+    """Return the index of the element at this place of the flattened tensor."""
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape))
 
 
 def short(dtype: torch.dtype) -> str:
-    """'float32'."""
+    """Return the dtype's name without torch, as in 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
 def number(value: Tensor) -> str:
-    """The value with up to ten significant digits."""
+    """Return the value with up to ten significant digits."""
     return f"{value.item():.10g}"
 
 
 def slots_in_words(slots: Sequence[int]) -> str:
-    """'slot 1', 'slots 0, 2'."""
+    """Name slots in words: 'slot 1', 'slots 0, 2'."""
     return f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
 
 
 def largest(values: Tensor) -> float:
-    """The largest finite magnitude, 0 if there is none."""
+    """Return the largest finite magnitude, 0 if there is none."""
     finite = values[values.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0

@@ -1,1 +1,1 @@
-"""Estimators whose levels are not evenly spaced: signs, sums of powers of two, floating-point formats."""
+"""Estimators with uneven levels: signs, sums of powers of two, floats."""

@@ -1,4 +1,4 @@
-"""APoT: levels that are sums of powers of two, dense around zero, and the weight normalisation that goes with them."""
+"""APoT: levels that are sums of powers of two, and its normalised weights."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ from qat.functional.channels import ChannelAxis, axes_within_channel, over
 from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating, sum_to_shape, widened
 
 MOST_MAGNITUDE_BITS = 8
-SMALLEST_DEVIATION = 1e-5
+SMALLEST_DEVIATION = 1e-5  # a channel of equal weights has none to divide by
 
 
 class APoTFunction(STEFunction):
@@ -68,11 +68,11 @@ def _levels_in_units(magnitude_bits: int, like: Tensor) -> Tensor:
 
 @functools.cache
 def apot_levels(magnitude_bits: int) -> tuple[float, ...]:
-    """The 2^magnitude_bits levels of APoT in ascending order, from 0 to 1; magnitude_bits (without sign) is 1 .. 8.
+    """Return the 2^magnitude_bits levels of APoT in ascending order, from 0 to 1.
 
     Sums of one value from every term, divided by the largest sum. With h = magnitude_bits // 2, term i = 0 .. h - 1 is
     {0, 2^-(i+1), 2^-(i+1+h), 2^-(i+1+2h)}; an odd number of bits adds the term {0, 2^-(2h+1)}, and the third values
-    start one later, at 2^-(2h+2).
+    start one later, at 2^-(2h+2). magnitude_bits (without sign) is 1 .. 8.
 
     Source: Li et al., arXiv:1909.13144. Deviation: 1 bit and 5 to 8 bits are not published; they follow the pattern.
 
@@ -83,17 +83,14 @@ def apot_levels(magnitude_bits: int) -> tuple[float, ...]:
     """
     check_bits(magnitude_bits, "apot_levels", most=MOST_MAGNITUDE_BITS)
     h, odd = divmod(magnitude_bits, 2)
-    terms: list[tuple[float, ...]] = [
-        (0.0, 2.0 ** -(i + 1), 2.0 ** -(i + 1 + h), 2.0 ** -(i + 1 + 2 * h + odd)) for i in range(h)
-    ]
-    if odd:
-        terms.append((0.0, 2.0 ** -(2 * h + 1)))
-    sums = sorted(sum(values) for values in itertools.product(*terms))
+    terms = [(0.0, 2.0 ** -(i + 1), 2.0 ** -(i + 1 + h), 2.0 ** -(i + 1 + 2 * h + odd)) for i in range(h)]
+    single = [(0.0, 2.0 ** -(2 * h + 1))] * odd
+    sums = sorted(sum(values) for values in itertools.product(*terms, *single))
     return tuple(value / sums[-1] for value in sums)
 
 
 def apot_quantize(x: Tensor, alpha: Tensor, bits: int, signed: bool = True) -> Tensor:
-    """Put x on the levels of APoT between -alpha (or 0) and alpha, with gradients for x and alpha.
+    """Put x on the levels of APoT, with gradients for x and alpha.
 
     y and the gradients are those of `APoTFunction`, the levels those of `apot_levels(bits - 1)`, or `apot_levels(bits)`
     if unsigned. They are no integer grid: the rule does not export to int8.
@@ -115,8 +112,7 @@ def apot_quantize(x: Tensor, alpha: Tensor, bits: int, signed: bool = True) -> T
     ([1.0, 1.0, 0.0], -0.85)
     """
     check_bits(bits, "apot_quantize", 1 + signed, MOST_MAGNITUDE_BITS + signed)
-    require_floating(x, "apot_quantize")
-    return apply(APoTFunction, x, alpha, bits, signed)
+    return apply(APoTFunction, require_floating(x, "apot_quantize"), alpha, bits, signed)
 
 
 def normalize_weight(weight: Tensor, channel_axis: ChannelAxis = None) -> Tensor:

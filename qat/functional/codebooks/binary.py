@@ -13,7 +13,7 @@ BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_thro
 
 
 class BinaryFunction(SignGradientFunction):
-    """The sign of every weight times a scale that does not show in the gradient, which is as in `binary_quantize`."""
+    """Take the sign times a constant scale, with `binary_quantize`'s gradient."""
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, gradient: BinaryGradient, progress: Tensor | None) -> Tensor:
@@ -27,7 +27,7 @@ def binary_quantize(
     gradient: BinaryGradient = "clipped",
     progress: Tensor | float | None = None,
 ) -> Tensor:
-    """Put every channel of a weight on two levels, -m and +m, with m its mean magnitude.
+    """Put every channel of a weight on -m and +m, with m its mean magnitude.
 
     y = sign(weight) * mean|weight| over the channel, with sign(0) = +1, so that a channel of zeros stays one. The mean
     is a constant, and by `gradient`
@@ -66,7 +66,7 @@ def binary_quantize(
 
 
 def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
-    """The level of every channel, mean|weight|, kept > 0; of length 1 along other axes, in float32 at least."""
+    """Return the level mean|weight| of every channel, kept > 0, in float32 at least."""
     require_floating(weight, "binary_scale")
     mean = mean_magnitude(weight, axes_within_channel(weight, channel_axis, "binary_scale"))
     return torch.where(mean == 0, torch.finfo(mean.dtype).tiny, mean)

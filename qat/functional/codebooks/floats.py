@@ -1,4 +1,4 @@
-"""Low-precision floating point: fp8, fp6 and fp4 by a scale, and OCP Microscaling (MX), where blocks share one."""
+"""Low-precision floats by a scale, and OCP Microscaling (MX) by a scale a block."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class FloatFormat(NamedTuple):
 
     @property
     def lowest_exponent(self) -> int:
-        """Exponent of the smallest normal number; the subnormal ones share its distance."""
+        """Exponent of the smallest normal number, whose distance subnormal ones share."""
         return 1 - self.bias
 
     @property
@@ -37,14 +37,10 @@ FLOAT_FORMATS = {
 }
 """The 8, 6 and 4 bit formats of OCP; e4m3 is the variant without infinities, torch.float8_e4m3fn."""
 
+# What an element of a Microscaling block can be; an integer times 1/64 is a float with a single binade.
 ELEMENT_FORMATS = {**FLOAT_FORMATS, "int8": FloatFormat(1, 6, 1, 127 / 64)}
-"""What an element of a Microscaling block can be; an integer times 1/64 is a float with a single binade."""
-
-SCALE_EXPONENTS = (-127, 127)
-"""The exponents of E8M0, in which the scale of a Microscaling block is stored."""
-
-SHIFTS = 30
-"""How far 1 can be shifted in 32 bits."""
+SCALE_EXPONENTS = (-127, 127)  # of E8M0, in which the scale of a Microscaling block is stored
+SHIFTS = 30  # 1 can be shifted so far in 32 bits
 
 
 class FloatFunction(STEFunction):
@@ -80,7 +76,7 @@ class FloatFunction(STEFunction):
 
 
 def cast(v: Tensor, format: str) -> Tensor:
-    """The nearest numbers of one of ELEMENT_FORMATS, ties to the even mantissa, saturated; v in float32 or float64.
+    """Return the nearest numbers of ELEMENT_FORMATS, ties to even, saturated.
 
     >>> cast(torch.tensor([0.2, 0.25, 2.5, -9.0]), "e2m1").tolist()
     [0.0, 0.0, 2.0, -6.0]
@@ -93,9 +89,9 @@ def cast(v: Tensor, format: str) -> Tensor:
 
 
 def leading_power(magnitude: Tensor, lowest: int, highest: int) -> Tensor:
-    """The largest of 2^lowest .. 2^highest that is not above magnitude; 2^lowest for what is smaller, any for NaN."""
+    """Return the largest of 2^lowest .. 2^highest that is at most magnitude."""
     # Integers are shifted: log2, exp2 and pow are an ulp off on some devices, which is a whole binade here.
-    bounded = magnitude.clamp(2.0**lowest, 2.0**highest)
+    bounded = magnitude.clamp(2.0**lowest, 2.0**highest)  # 2^lowest stands for what is smaller
     above = torch.frexp(bounded)[1] - (1 + lowest)
     factors = max(math.ceil((highest - lowest) / SHIFTS), 1)
     # All factors but the last lie in 2^-15 .. 2^15, so that no product leaves the range of float32 on the way.
@@ -108,7 +104,7 @@ def leading_power(magnitude: Tensor, lowest: int, highest: int) -> Tensor:
 
 
 def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """Put x on the numbers of a low-precision float, times a scale, with gradients for both.
+    """Put x on the numbers of a low-precision float, times a scale.
 
     y and the gradients are those of `FloatFunction`, subnormal numbers included; format is a name of FLOAT_FORMATS:
     "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
@@ -128,7 +124,7 @@ def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
 
 
 def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) -> Tensor:
-    """Put every block of x along an axis on a low-precision grid times a power of two of its own.
+    """Put every block of x on a low-precision grid with a power-of-two scale.
 
     y = scale * cast(x / scale), scale = 2^(floor(log2 max|x|) - e), with e the exponent of the format's largest
     number; cast rounds half to even and saturates. The scale is a constant:
@@ -172,9 +168,9 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
 
 
 def mx_scale(blocks: Tensor, format: str) -> Tensor:
-    """The shared power of two of every block, a block being the last axis: 2^-127 .. 2^127, 1 for zeros, or NaN.
+    """Return the shared power of two of every block, the last axis being a block.
 
-    blocks are (..., block), the result (..., 1) in float32, or float64 as the blocks.
+    It is 2^-127 .. 2^127, 1 for zeros, or NaN; (..., 1) for blocks (..., block), in float32, or float64 as the blocks.
     """
     wide = torch.promote_types(blocks.dtype, torch.float32)
     limit = torch.finfo(blocks.dtype).max  # of its own dtype, so that an infinite element stays finite in it

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape, widened
 
-FEW = 63
-"""Up to so many thresholds, those of 6 bits, comparing with each of them is faster than looking some up."""
+MOST_COMPARED = 63  # thresholds, of 6 bits: up to here comparing with each is faster than a search
 
 
 class N2UQFunction(STEFunction):
-    """A staircase with equal heights and learned widths, with the gradient of the broken line along it.
+    """Staircase with equal heights and learned widths.
 
     The knots are S[0] = start and S[k] = start + widths[0] + .. + widths[k - 1], for k up to n = len(widths).
 
@@ -48,7 +47,7 @@ class N2UQFunction(STEFunction):
             grad_start = -flow.sum().reshape(start.shape).to(start.dtype)
         if ctx.needs_input_grad[2]:
             through = _sum_by_segment(flow, segment, width)
-            later = through.flip(0).cumsum(0).flip(0) - through
+            later = through.flip(0).cumsum(0).flip(0) - through  # a width moves all knots behind it
             grad_widths = -(later + _sum_by_segment(flow * fraction, segment, width)).to(widths.dtype)
         if ctx.needs_input_grad[3]:
             level = _level(values, knots, width) + torch.where(inside, fraction - fraction.detach(), 0)
@@ -68,12 +67,12 @@ def _level(x: Tensor, knots: Tensor, widths: Tensor) -> Tensor:
 def _count_below(points: Tensor, x: Tensor) -> Tensor:
     # Not `torch.searchsorted`: it warns of tensors that are not contiguous, which vmap makes, and counts all for NaN.
     number = points.shape[0]
-    if number <= FEW:
+    if number <= MOST_COMPARED:
         few = torch.zeros_like(x, dtype=torch.uint8)
         for k in range(number):
             few = few + (x > points[k])
         return few.to(torch.int64)
-    count = torch.zeros_like(x, dtype=torch.int64)
+    count = torch.zeros_like(x, dtype=torch.int64)  # a binary search, a bit of the count at a time
     for power in reversed(range(number.bit_length())):
         tried = count + 2**power
         reached = (tried <= number) & (x > points[tried.clamp(max=number) - 1])
@@ -86,7 +85,7 @@ def _sum_by_segment(flow: Tensor, segment: Tensor, widths: Tensor) -> Tensor:
 
 
 def n2uq_quantize(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: int = 0) -> Tensor:
-    """Put x on the uniform grid step * {qmin .. qmin + n} by learned thresholds, with gradients for all four.
+    """Put x on a uniform grid by learned thresholds, with gradients for all four.
 
     y = step * (qmin + level): level k + 1 begins above start + widths[0] + .. + widths[k - 1] + widths[k] / 2, the
     middle of segment k; the gradients are those of `N2UQFunction`. With equal widths of `step` and start = 0 it is

@@ -1,4 +1,4 @@
-"""Ternary weights: a zero between two levels that are computed (TWN) or learned (TTQ)."""
+"""Ternary weights: a zero between two levels, computed (TWN) or learned (TTQ)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from qat.functional.tensors import STEFunction, apply, as_dtype, broadcasts, req
 
 
 class TernaryFunction(PassingFunction):
-    """Three levels as in `ternary_quantize`; scale and threshold do not show in the gradient: dy/dweight = 1."""
+    """Take three levels as in `ternary_quantize`: dy/dweight = 1, constants else."""
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, threshold: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class TTQFunction(STEFunction):
 
 
 def ternary_quantize(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
-    """Put every channel of a weight on three levels, -scale, 0 and scale, both constants computed from the channel.
+    """Put every channel of a weight on three levels, -scale, 0 and scale.
 
     y = scale * sign(weight) where |weight| > threshold, else 0, with scale and threshold of `ternary_scale`; the
     gradient passes unchanged. A channel of zeros stays one.
@@ -69,7 +69,7 @@ def ternary_quantize(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
 
 
 def ternary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> tuple[Tensor, Tensor]:
-    """(scale, threshold) of every channel, of length 1 along other axes, in float32 at least.
+    """Return (scale, threshold) per channel, other axes kept as 1, float32 at least.
 
     threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold, kept > 0.
     """
@@ -89,7 +89,7 @@ def _scale_and_threshold(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor,
 
 
 def ttq_quantize(weight: Tensor, positive: Tensor, negative: Tensor, threshold: float = 0.05) -> Tensor:
-    """Put a weight on three levels, -negative, 0 and positive, of which the outer two are learned.
+    """Put a weight on -negative, 0 and positive, the two levels learned.
 
     With limit = threshold * max|weight|: y = positive where weight > limit, -negative where weight < -limit, else 0;
     the gradients are those of `TTQFunction`. The limit counts as a constant.

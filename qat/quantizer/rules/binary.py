@@ -1,4 +1,4 @@
-"""One and two bits as modules: `binary` (XNOR-Net, Bi-Real, IR-Net), `ternary` (TWN) and `ttq`."""
+"""Rules of one and two bits: `binary`, `ternary` (TWN) and `ttq`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,13 +17,12 @@ from qat.ranges import require_finite
 
 
 class FixedBits(Quantizer):
-    """Base of the rules that have one width only, with a sign and around zero, and no grid of even steps."""
+    """Base of the rules with a single width, signed and symmetric, without even steps."""
 
     uniform = False
-    bits: ClassVar[int]
+    bits: ClassVar[int]  # the only width; another one in the spec is a ValueError
 
     def check_spec(self) -> None:
-        """So many bits, signed and symmetric."""
         super().check_spec()
         spec, bits = self.spec, self.bits
         if spec.bits != bits:
@@ -32,20 +31,33 @@ class FixedBits(Quantizer):
             raise ValueError(f"rule {spec.rule!r} has a sign and no zero point; set signed=True and symmetric=True")
 
 
+class UnlearnedScale(FixedBits):
+    """Base of the rules whose scales follow the values of each call."""
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        pass
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        require_finite(values)
+        self.mark_calibrated()
+
+
 @dataclass(frozen=True)
 class BinaryOptions:
-    """Options of `binary`: "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed over the
-    training) or "straight_through"."""
+    """Options of `binary`, with the gradient of its sign.
+
+    "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed) or "straight_through".
+    """
 
     gradient: BinaryGradient = "clipped"
 
 
 @register_quantizer("binary")
 class BinaryQuantizer(FixedBits):
-    """Two levels, bits=1: weights at their mean magnitude (arXiv:1603.05279), activations at a learned scale.
+    """Two levels (arXiv:1603.05279): mean magnitudes, or a learned activation scale.
 
-    A signed activation of one bit is not a rounding to an integer grid with a zero (0 becomes +scale), so it is not
-    exportable; weights are.
+    It has bits=1. A signed activation of one bit is not a rounding to an integer grid with a zero (0 becomes +scale),
+    so it is not exportable; weights are.
     """
 
     bits = 1
@@ -54,20 +66,18 @@ class BinaryQuantizer(FixedBits):
     progress: Tensor
 
     def check_spec(self) -> None:
-        """Only weights are exportable."""
         super().check_spec()
         self.exportable = self.role == "weight"
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """Of activations the scale; of weights nothing."""
         if self.role == "activation":
-            self.add_positive("scale", torch.ones(self.shape, device=device))
+            self.add_positive("scale", torch.ones(self.shape, device=device))  # weights follow their mean instead
         if self.options.gradient == "error_decay":
             self.register_buffer("progress", torch.zeros((), device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`binary_quantize`, or scale * sign(x / scale)."""
         gradient = self.options.gradient
+        # A buffer and not a number, so that compiled code reads it anew at every step.
         progress = self.progress if gradient == "error_decay" else None
         if self.role == "weight":
             return binary_quantize(x, self.channel_axis, gradient, progress)
@@ -77,26 +87,21 @@ class BinaryQuantizer(FixedBits):
         return (sign * scale).to(x.dtype)
 
     def bounds(self) -> tuple[int, int]:
-        """-1 and 1."""
         return -1, 1
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mean magnitudes; 1 for a channel of zeros."""
         if self.role == "activation":
             scale = self.effective_scale()
             return scale, torch.zeros_like(self.scale, requires_grad=False)
         assert x is not None
-        scale = scale_or_one(binary_scale(x.detach(), self.channel_axis), x, self.shape)
-        return scale, torch.zeros(self.shape, device=x.device)
+        scale = binary_scale(x.detach(), self.channel_axis)
+        return scale_or_one(scale, x, self.shape), torch.zeros(self.shape, device=x.device)
 
     def compute_codes(self, x: Tensor) -> Tensor:
-        """sign(x), with sign(0) = 1; 0 throughout a channel of zeros."""
-        if self.role == "activation":
-            return two_levels(x)
-        return sign_codes(x, self.shape)
+        return two_levels(x) if self.role == "activation" else sign_codes(x, self.shape)
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
-        """The scale of an activation is its mean magnitude."""
+        """Start the scale of an activation at its mean magnitude."""
         require_finite(values)
         if self.role == "activation":
             with torch.no_grad():
@@ -105,51 +110,38 @@ class BinaryQuantizer(FixedBits):
         self.mark_calibrated()
 
     def set_progress(self, progress: float) -> None:
-        """IR-Net sharpens its gradient over the training."""
         if self.options.gradient == "error_decay":
             self.progress.fill_(progress)
 
 
 @register_quantizer("ternary")
-class TernaryQuantizer(FixedBits):
-    """Weights -scale, 0 and scale, bits=2; threshold and scale follow the weights (TWN, arXiv:1605.04711)."""
+class TernaryQuantizer(UnlearnedScale):
+    """Weights -scale, 0 and scale, bits=2, by thresholds (TWN, arXiv:1605.04711)."""
 
     bits = 2
     roles = ("weight",)
 
-    def add_parameters(self, device: torch.device | str | None) -> None:
-        """Nothing to learn."""
-
     def quantize(self, x: Tensor) -> Tensor:
-        """`ternary_quantize`."""
         return ternary_quantize(x, self.channel_axis)
 
     def bounds(self) -> tuple[int, int]:
-        """-1 and 1."""
         return -1, 1
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mean magnitudes of what is kept; 1 for a channel of zeros."""
         assert x is not None
         scale, _ = ternary_scale(x.detach(), self.channel_axis)
         return scale_or_one(scale, x, self.shape), torch.zeros(self.shape, device=x.device)
 
     def compute_codes(self, x: Tensor) -> Tensor:
-        """-1, 0 and 1."""
         _, threshold = ternary_scale(x.detach(), self.channel_axis)
-        return torch.where(x.abs() > threshold, torch.sign(x), x * 0)
-
-    def fit(self, values: Tensor, elements: int | None = None) -> None:
-        """Nothing to find."""
-        require_finite(values)
-        self.mark_calibrated()
+        return torch.where(x.abs() > threshold, torch.sign(x), x * 0)  # NaN * 0 is NaN
 
 
 @dataclass(frozen=True)
 class TTQOptions:
-    """Options of `ttq`: the share of the largest magnitude below which a weight is 0; the paper's is 0.05."""
+    """Options of `ttq`: the share of the largest magnitude up to which weights are 0."""
 
-    threshold: float = 0.05
+    threshold: float = 0.05  # the paper's
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:
@@ -158,9 +150,9 @@ class TTQOptions:
 
 @register_quantizer("ttq")
 class TTQQuantizer(FixedBits):
-    """Weights -negative, 0 and positive, both learned (arXiv:1612.01064), bits=2; on no integer grid."""
+    """Weights -negative, 0 and positive, both learned (arXiv:1612.01064), bits=2."""
 
-    exportable = False
+    exportable = False  # two steps of their own: no integer grid
     bits = 2
     roles = ("weight",)
     options_type = TTQOptions
@@ -168,12 +160,10 @@ class TTQQuantizer(FixedBits):
     negative_scale: Tensor
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """Both levels."""
         for name in ("positive_scale", "negative_scale"):
             self.add_positive(name, torch.ones(self.shape, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`ttq_quantize`."""
         levels = self.learned("positive_scale", x), self.learned("negative_scale", x)
         return ttq_quantize(x, *levels, self.options.threshold)
 
@@ -184,19 +174,19 @@ class TTQQuantizer(FixedBits):
         size = values.abs()
         kept = size > self.options.threshold * size.amax(1, keepdim=True)
         mean = (size * kept).sum(1) / kept.sum(1).clamp(min=1)
-        start = torch.where(mean > 0, mean, 1.0).reshape(self.shape).to(self.calibrated.device)
+        start = torch.where(mean > 0, mean, 1.0).reshape(self.shape).to(self.calibrated.device)  # 1 for zeros
         self.set_positive("positive_scale", start)
         self.set_positive("negative_scale", start)
         self.mark_calibrated()
 
 
 def sign_codes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """sign(x), with sign(0) = 1, but 0 throughout a channel of zeros; shape is that of the scales."""
+    """Return sign(x) with sign(0) = 1, but 0 throughout a channel of zeros."""
     return torch.where(_magnitude(x, shape) == 0, 0, two_levels(x))
 
 
 def scale_or_one(scale: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The scales in their shape; of a channel of zeros, whose codes are 0, not the smallest number there is but 1."""
+    """Reshape the scales; that of a channel of zeros, whose codes are 0, becomes 1."""
     return torch.where(_magnitude(x, shape) == 0, 1.0, scale).reshape(shape)
 
 

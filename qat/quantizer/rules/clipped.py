@@ -1,4 +1,4 @@
-"""PACT and DoReFa as modules: a learned clipping level, and fixed ranges."""
+"""Rules that clip: `pact` with a learned level, `dorefa` to a fixed range."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ from qat.ranges import scale_and_zero_point
 
 @dataclass(frozen=True)
 class PACTOptions:
-    """Options of `pact`: alpha_decay/2 * alpha^2 is added to the loss; the paper's is 2e-4."""
+    """Options of `pact`: alpha_decay/2 * alpha^2 is added to the loss."""
 
-    alpha_decay: float = 2e-4
+    alpha_decay: float = 2e-4  # the paper's
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha_decay < float("inf"):
@@ -28,7 +28,7 @@ class PACTOptions:
 
 @register_quantizer("pact")
 class PACTQuantizer(Quantizer):
-    """Activations clipped at a learned level alpha (arXiv:1805.06085), on an unsigned grid.
+    """Activations clipped at a learned level, on an unsigned grid (arXiv:1805.06085).
 
     Deviation: on an affine grid, tensors with negative values (residual branches) are clipped from below too, at
     -alpha * zero_point / (qmax - zero_point), with the zero point of calibration; where there are none it is PACT.
@@ -40,63 +40,59 @@ class PACTQuantizer(Quantizer):
     alpha: Tensor
 
     def check_spec(self) -> None:
-        """Unsigned grids only."""
         super().check_spec()
         if self.spec.signed:
             raise ValueError("rule 'pact' clips to 0 .. alpha and needs signed=False")
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """alpha, and the zero point of an affine grid."""
         self.add_positive("alpha", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
         self.add_zero_point(torch.zeros(self.shape, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`pact_quantize`; with a zero point the same with a lower clip."""
-        alpha = self.learned("alpha", x).float()
+        alpha = self.learned("alpha", x).float()  # as `grid` computes: the exported step is this one
         if self.zero_point is None:
             return pact_quantize(x, alpha, self.spec.bits)
         zero_point = self.zero_point.float()
         above = self.spec.qmax - zero_point
-        step = (alpha / above).detach()
+        step = (alpha / above).detach()  # alpha learns by the clip alone, as in PACT
         clipped = clamp_ste(widened(x)[0], -(alpha / above) * zero_point, alpha)
         return (round_ste(clipped / step) * step).to(x.dtype)
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Step alpha / (qmax - zero_point), and the zero point; in float32, as `quantize` computes."""
         alpha = self.positive("alpha").float()
         if self.zero_point is None:
             return alpha / self.spec.qmax, torch.zeros_like(alpha, requires_grad=False)
         return alpha / (self.spec.qmax - self.zero_point.float()), self.zero_point.float()
 
     def cover(self, low: Tensor, high: Tensor) -> None:
-        """alpha = high, or what covers low .. high."""
         scale, zero_point = scale_and_zero_point(low, high, self.spec)
-        zero_point = zero_point.clamp(max=self.spec.qmax - 1)
+        zero_point = zero_point.clamp(max=self.spec.qmax - 1)  # room for alpha above it
         if self.zero_point is not None:
             self.zero_point.copy_(zero_point)
         self.set_positive("alpha", scale * (self.spec.qmax - zero_point))
 
     def penalty(self) -> Tensor | None:
-        """The paper's decay of alpha, without which it only grows."""
+        """Return the paper's decay of alpha, without which it only grows."""
         decay: float = self.options.alpha_decay
         return 0.5 * decay * self.alpha.square().sum() if decay else None
 
 
 @dataclass(frozen=True)
 class DoReFaOptions:
-    """Options of `dorefa`: whether weights get their size back, the largest |tanh(weight)| of the tensor or channel."""
+    """Options of `dorefa`: rescale gives weights their size back."""
 
-    rescale: bool = True
+    rescale: bool = True  # by the largest |tanh(weight)| of the tensor or channel
 
 
 @register_quantizer("dorefa")
 class DoReFaQuantizer(Quantizer):
-    """Weights through tanh onto 2^bits levels from -1 to 1, activations clipped to 0 .. 1 (arXiv:1606.06160).
+    """Weights through tanh onto -1 .. 1, activations onto 0 .. 1 (arXiv:1606.06160).
 
-    There is nothing to learn or to calibrate but the zero point of an affine grid, on which (a deviation) negative
-    activations keep the share of the levels that they had. The weights' levels are odd multiples of 1 / (2^bits - 1):
-    zero is not one of them, and 8 bits do not fit int8. Deviation: with `rescale` the levels are multiplied by the
-    largest |tanh(weight)|, a constant, so that pretrained weights keep their size; else every layer's reach to 1.
+    Both have 2^bits levels. There is nothing to learn or to calibrate but the zero point of an affine grid, on which (a
+    deviation) negative activations keep the share of the levels that they had. The weights' levels are odd multiples of
+    1 / (2^bits - 1): zero is not one of them, and 8 bits do not fit int8. Deviation: with `rescale` the levels are
+    multiplied by the largest |tanh(weight)|, a constant, so that pretrained weights keep their size; else every layer's
+    reach to 1.
     """
 
     uniform = False
@@ -104,7 +100,6 @@ class DoReFaQuantizer(Quantizer):
     options_type = DoReFaOptions
 
     def check_spec(self) -> None:
-        """Signed and symmetric weights, unsigned activations."""
         super().check_spec()
         spec, weight = self.spec, self.role == "weight"
         if not self.options.rescale and not (weight and spec.bits > 1):
@@ -115,11 +110,9 @@ class DoReFaQuantizer(Quantizer):
             raise ValueError("rule 'dorefa' clips activations to 0 .. 1 and needs signed=False")
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """Nothing but a zero point."""
         self.add_zero_point(torch.zeros(self.shape, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`dorefa_quantize_weight`, or the rounding of `dorefa_quantize_activation`."""
         if self.role == "weight":
             if self.spec.bits == 1 or not self.options.rescale:
                 return dorefa_quantize_weight(x, self.spec.bits, self.channel_axis)
@@ -130,14 +123,12 @@ class DoReFaQuantizer(Quantizer):
         return fake_quantize(x, *self.grid(), *self.bounds())
 
     def bounds(self) -> tuple[int, int]:
-        """Weights: -(2^bits - 1) .. 2^bits - 1, of which only every second integer is a level."""
         if self.role == "activation":
             return super().bounds()
-        levels = 2**self.spec.bits - 1
+        levels = 2**self.spec.bits - 1  # of these integers only every second one is a level
         return -levels, levels
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Step 1 / (2^bits - 1); of one-bit weights the mean of their magnitudes."""
         zero_point = torch.zeros(self.shape, device=self.calibrated.device)
         if self.role == "activation":
             zero_point = zero_point if self.zero_point is None else self.zero_point
@@ -150,7 +141,6 @@ class DoReFaQuantizer(Quantizer):
         return scale_or_one(binary_scale(x.detach(), self.channel_axis), x, self.shape), zero_point
 
     def compute_codes(self, x: Tensor) -> Tensor:
-        """Weights: the odd integers 2k - (2^bits - 1)."""
         if self.role == "activation":
             return super().compute_codes(x)
         if self.spec.bits == 1:
@@ -158,17 +148,16 @@ class DoReFaQuantizer(Quantizer):
         return torch.round(self.forward_weight(x) * self.bounds()[1])
 
     def reach(self, x: Tensor) -> Tensor:
-        """The largest |tanh(x)| for each scale, dims kept, a constant; 1 where all are zero."""
+        """Return the largest |tanh(x)| for each scale, dims kept, a constant; 1 for zeros."""
         size = torch.tanh(widened(x.detach())[0]).abs()
         largest = size.amax(shared_axes(x, self.shape), keepdim=True)
         return torch.where(largest == 0, 1.0, largest)
 
     def forward_weight(self, x: Tensor) -> Tensor:
-        """The weight on its levels, at float32 precision at least."""
+        """Return the weight on its levels, in float32 at least."""
         return dorefa_quantize_weight(widened(x)[0], self.spec.bits, self.channel_axis)
 
     def cover(self, low: Tensor, high: Tensor) -> None:
-        """Find the zero point."""
         _, zero_point = scale_and_zero_point(low, high, self.spec)
         if self.zero_point is not None:
             self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))

@@ -1,4 +1,4 @@
-"""Low-precision floating point as modules: `fp8_e4m3`, `fp8_e5m2`, and the block-scaled `mxfp8`, `mxfp6`, `mxfp4`."""
+"""Rules of low-precision floats: fp8 by a scale, and Microscaling in blocks."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,30 +10,27 @@ from torch import Tensor
 from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize
 from qat.quantizer.base import UNCALIBRATED_REACH
 from qat.quantizer.registry import register_quantizer
-from qat.quantizer.rules.binary import FixedBits
-from qat.ranges import require_finite
+from qat.quantizer.rules.binary import FixedBits, UnlearnedScale
 
 
 class FloatQuantizer(FixedBits):
-    """Base of the 8-bit floats: a learned scale puts the tensor into the format's range; on no integer grid."""
+    """Base of the 8-bit floats: a learned scale fits the tensor into the format."""
 
-    exportable = False
+    exportable = False  # floats lie on no integer grid
     integers_from_bits = True
     bits = 8
     format: ClassVar[str]
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """The scale."""
         start = UNCALIBRATED_REACH / FLOAT_FORMATS[self.format].largest
         self.add_positive("scale", torch.full(self.shape, start, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`float_quantize`."""
         return float_quantize(x, self.learned("scale", x), self.format)
 
     def cover(self, low: Tensor, high: Tensor) -> None:
-        """The larger end becomes the format's largest number."""
         reach = torch.maximum(-low, high)
+        # The larger end becomes the format's largest number.
         self.set_positive("scale", torch.where(reach > 0, reach, 1.0) / FLOAT_FORMATS[self.format].largest)
 
 
@@ -51,18 +48,18 @@ class E5M2Quantizer(FloatQuantizer):
     format = "e5m2"
 
 
-class MXQuantizer(FixedBits):
-    """Base of the Microscaling formats (arXiv:2310.10537): the scale of a block follows its values; nothing to learn.
+class MXQuantizer(UnlearnedScale):
+    """Base of the Microscaling formats (arXiv:2310.10537), with a scale a block.
 
-    Blocks run along the axis that the product sums over: axis 1 of weights, and the `summed_axis` of activations; where
-    no layer says it, axis 1 of images and the last of others.
+    The scale of a block follows its values; there is nothing to learn. Blocks run along the axis that the product sums
+    over: axis 1 of weights, and the `summed_axis` of activations; where no layer says it, axis 1 of images and the last
+    of others.
     """
 
     exportable = False
     integers_from_bits = True
 
     def check_spec(self) -> None:
-        """Blocks take the place of a granularity."""
         super().check_spec()
         size = self.options.block_size
         if size < 1:
@@ -72,30 +69,19 @@ class MXQuantizer(FixedBits):
                 f"rule {self.spec.rule!r} has blocks of its own; use options={{'block_size': ...}} instead of groups"
             )
 
-    def add_parameters(self, device: torch.device | str | None) -> None:
-        """Nothing."""
-
     def quantize(self, x: Tensor) -> Tensor:
-        """`mx_quantize`."""
-        axis = 1 if self.role == "weight" or x.dim() > 3 else -1
-        if self.summed_axis is not None:
-            axis = self.summed_axis
-        axis %= x.dim()
+        guess = 1 if self.role == "weight" or x.dim() > 3 else -1
+        axis = (guess if self.summed_axis is None else self.summed_axis) % x.dim()
         size, length = self.options.block_size, x.shape[axis]
-        short = -length % size if length > size else 0
+        short = -length % size if length > size else 0  # a shorter axis is one block
         if short:  # the last block is filled up with zeros, which change no block's largest value
             x = F.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, short))
         return mx_quantize(x, self.options.format, size, axis).narrow(axis, 0, length)
 
-    def fit(self, values: Tensor, elements: int | None = None) -> None:
-        """Nothing to find."""
-        require_finite(values)
-        self.mark_calibrated()
-
 
 @dataclass(frozen=True)
 class MXOptions:
-    """Options of the block-scaled rules: the numbers' format, and how many neighbours share a scale."""
+    """Options of the block-scaled rules: number format, and values that share a scale."""
 
     format: str
     block_size: int = 32

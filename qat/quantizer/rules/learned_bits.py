@@ -1,4 +1,4 @@
-"""A quantizer that learns how many bits its tensor needs, against a cost."""
+"""The rule `learned_bits`, which learns the width of a tensor against a cost."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,7 +34,7 @@ class LearnedBitsOptions:
 
 @register_quantizer("learned_bits")
 class LearnedBitsQuantizer(Quantizer):
-    """Learned range and bit-width (arXiv:1905.11452); the width acts as a whole number, so the grid is an integer one.
+    """Learned range and whole number of bits (arXiv:1905.11452), on an integer grid.
 
     The sum of `cost` over a model is in `qat.penalty(model)`, which the trainer adds to the loss.
     """
@@ -48,7 +48,6 @@ class LearnedBitsQuantizer(Quantizer):
     elements: Tensor
 
     def check_spec(self) -> None:
-        """Symmetric grids, and room between least and most bits."""
         super().check_spec()
         spec = self.spec
         if not spec.symmetric:
@@ -60,68 +59,61 @@ class LearnedBitsQuantizer(Quantizer):
             )
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """The range, the width, and the number of elements that the cost counts."""
         self.add_positive("reach", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
         self.bits = nn.Parameter(torch.tensor(float(self.spec.bits), device=device))
         self.register_buffer("elements", torch.zeros((), dtype=torch.int64, device=device))  # half() leaves it alone
 
     def effective_bits(self) -> Tensor:
-        """The learned width, within its limits; not yet rounded."""
+        """Return the learned width within its limits, not yet rounded."""
         bits = torch.where(self.bits.isnan(), float(self.spec.bits), self.bits).float()
         return clamp_ste(bits, float(self.least), float(self.spec.bits))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`learned_bits_quantize`; the width's gradient has no factor, since it weighs against that of `penalty`."""
+        # The width's gradient has no factor: it weighs against that of `penalty`.
         return learned_bits_quantize(x, self.learned("reach", x).float(), self.effective_bits(), self.spec.signed)
 
     def highest(self) -> Tensor:
-        """The highest integer in force, as a tensor: no device synchronisation."""
+        """Return the highest integer in force as a tensor, without synchronisation."""
         return torch.exp2(torch.round(self.effective_bits().detach()) - int(self.spec.signed)) - 1
 
     def bounds(self) -> tuple[int, int]:
-        """The integers of the width in force."""
         high = int(self.highest())
         return (-high if self.spec.signed else 0), high
 
     def span(self) -> Tensor:
-        """Of the width in force."""
         return self.highest() * (1 + int(self.spec.signed))
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """reach / qmax of the width in force."""
         reach = self.positive("reach").float()
         return reach / self.highest(), torch.zeros_like(reach, requires_grad=False)
 
     def compute_codes(self, x: Tensor) -> Tensor:
-        """The integers of x."""
-        high = self.highest()
+        high = self.highest()  # not `bounds()`, which would wait for the device
         low = -high if self.spec.signed else torch.zeros_like(high)
         return torch.clamp(round_ste(widened(x)[0] / self.grid()[0]), low, high)
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
-        """Remember how many elements the tensor has."""
         super().fit(values, elements)
+        # Of the tensor, for the cost: `values` may be a sample of it.
         self.elements.fill_(values.numel() if elements is None else elements)
 
     def cover(self, low: Tensor, high: Tensor) -> None:
-        """Cover the larger end."""
         reach = torch.maximum(-low, high) if self.spec.signed else high
         self.set_positive("reach", torch.where(reach > 0, reach, 1.0))
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Keep the width within its limits, where it has a gradient."""
         super().repair()
         most = float(self.spec.bits)
+        # In the limits a width still has a gradient.
         overwrite(self.bits, torch.nan_to_num(self.bits, most).clamp(float(self.least), most))
 
     def penalty(self) -> Tensor | None:
-        """cost * bits * elements / 10^6."""
+        """Return cost * bits * elements / 10^6."""
         cost: float = self.options.cost
         return bit_cost(self.effective_bits(), 1) * self.elements * (cost * 1e-6) if cost else None
 
     def describe(self) -> str:
-        """The width in force too."""
-        if self.bits.is_meta:
+        if self.bits.is_meta:  # no value to show
             return super().describe()
         return f"{self.spec}, {int(torch.round(self.effective_bits()))} bits in force"

@@ -1,4 +1,4 @@
-"""Rules whose levels or thresholds are not evenly spaced: `apot` and `n2uq`."""
+"""Rules with uneven levels (`apot`) or uneven thresholds (`n2uq`)."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,20 @@ from qat.ranges import initial_range, scale_and_zero_point
 
 @dataclass(frozen=True)
 class APoTOptions:
-    """Options of `apot`: take a weight's mean away and divide by its deviation before the rounding, as the paper does,
-    to train behind it from the start: a trained model loses what its means carry."""
+    """Options of `apot`: normalize weights before the rounding, as the paper does.
+
+    Use it from the start of a training: a trained model loses what the means of its weights carry.
+    """
 
     normalize: bool = False
 
 
 @register_quantizer("apot")
 class APoTQuantizer(Quantizer):
-    """Additive powers of two with a learned clipping level alpha (arXiv:1909.13144); on no integer grid.
+    """Additive powers of two with a learned clipping level (arXiv:1909.13144).
 
-    Deviation: normalised weights are multiplied by their deviation again, so that layers without a BatchNorm behind
-    them keep their size.
+    Its levels lie on no integer grid. Deviation: normalised weights are multiplied by their deviation again, so that
+    layers without a BatchNorm behind them keep their size.
     """
 
     exportable = False
@@ -36,7 +38,6 @@ class APoTQuantizer(Quantizer):
     alpha: Tensor
 
     def check_spec(self) -> None:
-        """Symmetric, with 1 to 8 bits for the magnitude."""
         super().check_spec()
         spec = self.spec
         if not spec.symmetric:
@@ -48,27 +49,23 @@ class APoTQuantizer(Quantizer):
             raise ValueError(f"rule 'apot' has {least} to {most} bits with signed={spec.signed}, got bits={spec.bits}")
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """The clipping level."""
         self.add_positive("alpha", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`apot_quantize`, of weights after `normalize_weight`."""
         alpha, spec = self.learned("alpha", x), self.spec
-        if not (self.role == "weight" and self.options.normalize):
+        if not self.options.normalize:
             return apot_quantize(x, alpha, spec.bits, spec.signed)
         (wide,) = widened(x)
         normal = apot_quantize(normalize_weight(wide, self.channel_axis), alpha, spec.bits, spec.signed)
         return (normal * self._deviation(wide.detach())).to(x.dtype)
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
-        """alpha covers the values, of weights the normalised ones."""
-        if self.role == "weight" and self.options.normalize:
+        if self.options.normalize:
             initial_range(values, self.spec)  # refuses NaN before the normalisation hides where it came from
             values = normalize_weight(values.detach().float(), 0)
         super().fit(values, elements)
 
     def cover(self, low: Tensor, high: Tensor) -> None:
-        """alpha = the larger end."""
         reach = torch.maximum(-low, high)
         self.set_positive("alpha", torch.where(reach > 0, reach, 1.0))
 
@@ -79,7 +76,7 @@ class APoTQuantizer(Quantizer):
 
 @register_quantizer("n2uq")
 class N2UQQuantizer(Quantizer):
-    """Learned thresholds on the way in, evenly spaced levels on the way out (arXiv:2111.14826).
+    """Learned thresholds, evenly spaced levels (arXiv:2111.14826).
 
     Weights are deployed as integers; for activations the runtime would have to know the thresholds, which
     QuantizeLinear cannot express, so they are not exportable. The levels' step is learned too, all three with LSQ's
@@ -93,56 +90,49 @@ class N2UQQuantizer(Quantizer):
     step: Tensor
 
     def check_spec(self) -> None:
-        """Symmetric, one set of thresholds for the tensor, at most 8 bits."""
         super().check_spec()
         spec = self.spec
         if not spec.symmetric or spec.granularity != "tensor":
             raise ValueError("rule 'n2uq' needs symmetric=True and granularity='tensor'")
         if spec.bits > 8 or spec.qmax < 1:
             raise ValueError(f"rule 'n2uq' learns a width per level and takes at most 8 bits, got bits={spec.bits}")
-        self.exportable = self.role == "weight"
+        self.exportable = self.role == "weight"  # QuantizeLinear cannot express thresholds
 
     def bounds(self) -> tuple[int, int]:
-        """A mirror image around zero if signed."""
-        return (-self.spec.qmax if self.spec.signed else 0), self.spec.qmax
+        return (-self.spec.qmax if self.spec.signed else 0), self.spec.qmax  # a mirror image around zero if signed
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """start of the first segment, widths of all, and the step between levels."""
         low, high = self.bounds()
         step = torch.tensor(UNCALIBRATED_REACH / high, device=device)
-        self.start = torch.nn.Parameter(step * low)
+        self.start = torch.nn.Parameter(step * low)  # may be negative or 0
         self.add_positive("widths", step.expand(high - low).clone())
         self.add_positive("step", step)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`n2uq_quantize`."""
         start = scale_gradient(self.finite_start(), self.gradient_factor(x))
         return n2uq_quantize(x, start, self.learned("widths", x), self.learned("step", x), self.bounds()[0])
 
     def finite_start(self) -> Tensor:
-        """Where the first segment starts; at the lowest level where the parameter is not finite."""
+        """Return the start of the first segment, at the lowest level if not finite."""
         lowest = self.positive("step").detach() * self.bounds()[0]
         return torch.where(self.start.isfinite(), self.start, lowest)
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The step between levels."""
         return self.positive("step"), torch.zeros_like(self.step, requires_grad=False)
 
     def compute_codes(self, x: Tensor) -> Tensor:
-        """The level that each value falls on."""
         (wide,) = widened(x)
-        one = torch.ones_like(self.step, requires_grad=False)
+        one = torch.ones_like(self.step, requires_grad=False)  # levels in units of the step are the integers
         return n2uq_quantize(wide, self.finite_start(), self.positive("widths"), one, self.bounds()[0])
 
     def cover(self, low: Tensor, high: Tensor) -> None:
-        """Even thresholds, at the middle between levels: rounding to start with."""
+        # Even thresholds at the middle between levels: the training starts from rounding.
         scale, _ = scale_and_zero_point(low, high, self.spec)
         self.start.copy_(scale * self.bounds()[0])
         self.set_positive("widths", scale.expand_as(self.widths))
         self.set_positive("step", scale)
 
     def repair(self) -> None:
-        """A start that became NaN or infinite goes back to the lowest level."""
         super().repair()
         with torch.no_grad():
             overwrite(self.start, self.finite_start())

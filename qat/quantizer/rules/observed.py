@@ -1,4 +1,4 @@
-"""Rules that observe their range instead of learning it: `minmax` and `ema`; only x gets a gradient."""
+"""Rules that observe their range: `minmax` and `ema`. Only x gets a gradient."""
 
 from dataclasses import dataclass
 
@@ -27,22 +27,19 @@ class ObservedQuantizer(Quantizer):
     high: Tensor
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """Nothing to learn: the range is two buffers."""
         low = -UNCALIBRATED_REACH if self.spec.signed or not self.spec.symmetric else 0.0
         self.register_buffer("low", torch.full(self.shape, low, device=device))
         self.register_buffer("high", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`fake_quantize` on the range as it now is."""
         scale, zero_point = self.grid(x)
         return fake_quantize(x, scale, zero_point, *self.bounds())
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
-        """Take note of one batch, of activations on all ranks."""
         low, high = self.extremes(x) if x.numel() else (self.low.float(), self.high.float())
-        if self.role == "activation" and rank_count() > 1:
-            both = torch.stack([-low, high])
+        if self.role == "activation" and rank_count() > 1:  # weights are the same on every rank
+            both = torch.stack([-low, high])  # one reduction finds both
             dist.all_reduce(both, dist.ReduceOp.MAX)
             low, high = -both[0], both[1]
         self.absorb(low, high)
@@ -52,7 +49,10 @@ class ObservedQuantizer(Quantizer):
         raise TypeError(f"{type(self).__name__}: an observed quantizer must implement absorb(low, high)")
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Lowest and highest value for each scale, zero included; those in force where x has NaN or infinity."""
+        """Return the extremes of x for each scale, zero included.
+
+        Where x has NaN or infinity, they are those in force.
+        """
         shared = shared_axes(x, self.shape)
         wide = x.float()
         low, high = wide.amin(shared).reshape(self.shape), wide.amax(shared).reshape(self.shape)
@@ -61,21 +61,22 @@ class ObservedQuantizer(Quantizer):
 
     @torch.no_grad()
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What covers low .. high; new tensors, because the buffers move on while a graph still needs these."""
+        # New tensors, because the buffers move on while a graph still needs these.
         return scale_and_zero_point(self.low, self.high, self.spec)
 
     def cover(self, low: Tensor, high: Tensor) -> None:
-        """Start from this range."""
         self.low.copy_(low)
         self.high.copy_(high)
 
 
 @register_quantizer("minmax")
 class MinMaxQuantizer(ObservedQuantizer):
-    """From the lowest to the highest value (arXiv:1712.05877): of a weight as it is now, of an activation ever seen."""
+    """Range from the lowest to the highest value (arXiv:1712.05877).
+
+    The range of a weight is that of its present values, that of an activation of all values ever seen.
+    """
 
     def check_spec(self) -> None:
-        """A weight's range is found anew at every step, so how it starts is of no effect."""
         super().check_spec()
         if self.role == "weight" and self.spec.init != "minmax":
             raise ValueError(
@@ -84,25 +85,20 @@ class MinMaxQuantizer(ObservedQuantizer):
             )
 
     def absorb(self, low: Tensor, high: Tensor) -> None:
-        """Widen the range."""
-        if self.role == "weight":
-            self.low.copy_(low)
-            self.high.copy_(high)
-        else:
-            self.low.copy_(torch.minimum(self.low, low))
-            self.high.copy_(torch.maximum(self.high, high))
+        if self.role == "activation":
+            low, high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        self.cover(low, high)
 
     @torch.no_grad()
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of a weight: the grid of its present values, unless the range is frozen."""
-        if self.role == "weight" and not self.is_frozen and x is not None and x.numel():
+        if self.role == "weight" and not self.is_frozen and x is not None and x.numel():  # nothing has no extremes
             return scale_and_zero_point(*self.extremes(x), self.spec)
         return super().grid()
 
 
 @dataclass(frozen=True)
 class EMAOptions:
-    """Options of `ema`: the share of the newest batch in the average, above 0 and at most 1."""
+    """Options of `ema`: the share of the newest batch, above 0 and at most 1."""
 
     momentum: float = 0.01
 
@@ -113,12 +109,11 @@ class EMAOptions:
 
 @register_quantizer("ema")
 class EMAQuantizer(ObservedQuantizer):
-    """Exponential moving averages of the batches' lowest and highest values (arXiv:1712.05877)."""
+    """Moving averages of the lowest and highest values of batches (arXiv:1712.05877)."""
 
     options_type = EMAOptions
 
     def absorb(self, low: Tensor, high: Tensor) -> None:
-        """low += momentum * (batch low - low), and so high."""
         momentum = self.options.momentum
         self.low.copy_(torch.lerp(self.low.to(low.dtype), low, momentum))
         self.high.copy_(torch.lerp(self.high.to(high.dtype), high, momentum))

@@ -1,4 +1,4 @@
-"""Soft staircases as modules: `dsq` (hard forward, soft gradient) and `stacked_sigmoid` (soft forward, annealed)."""
+"""Rules with soft staircases: `dsq` in the gradient, `stacked_sigmoid` in values."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,12 @@ from qat.quantizer.registry import register_quantizer
 
 
 class SoftQuantizer(Quantizer):
-    """Base of both: y = (rounding(clamp(x / scale, qmin - z, qmax - z))) * scale, z the zero point, scale learned."""
+    """Base of the soft rules, which round the clamped x / scale by a staircase.
+
+    y = rounding(clamp(x / scale, qmin - z, qmax - z)) * scale, z the zero point, scale learned.
+    """
 
     def quantize(self, x: Tensor) -> Tensor:
-        """The formula above, in float32 at least."""
         scale, zero_point = self.grid()
         step = scale_gradient(scale, self.gradient_factor(x))
         low, high = self.bounds()
@@ -23,13 +25,13 @@ class SoftQuantizer(Quantizer):
         return (self.rounded(v) * step).to(x.dtype)
 
     def rounded(self, v: Tensor) -> Tensor:
-        """The staircase."""
+        """Round v, in units of the step, by the rule's staircase."""
         raise TypeError(f"{type(self).__name__}: a soft quantizer must implement rounded(v)")
 
 
 @dataclass(frozen=True)
 class DSQOptions:
-    """Options of `dsq`: how soft the gradient's staircase is at the start, above 0 and below 1; it is learned."""
+    """Options of `dsq`: softness at the start, above 0 and below 1; it is learned."""
 
     alpha: float = 0.2
 
@@ -40,34 +42,30 @@ class DSQOptions:
 
 @register_quantizer("dsq")
 class DSQQuantizer(SoftQuantizer):
-    """Rounding whose gradient is that of a tanh staircase of learned softness (arXiv:1908.05033)."""
+    """Rounding with the gradient of a soft tanh staircase (arXiv:1908.05033)."""
 
     options_type = DSQOptions
     alpha: Tensor
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """The softness beside the scale."""
         super().add_parameters(device)
         self.alpha = nn.Parameter(torch.tensor(self.options.alpha, device=device))
 
     def rounded(self, v: Tensor) -> Tensor:
-        """`dsq_round`."""
         return dsq_round(v, scale_gradient(clamp_ste(self.alpha, 1e-3, 0.999), self.gradient_factor(v)))
 
     def curves(self) -> dict[str, Tensor]:
-        """The softness too."""
         return {**super().curves(), "softness": self.alpha}
 
     @torch.no_grad()
     def repair(self) -> None:
-        """The softness stays between 0.001 and 0.999."""
         super().repair()
         overwrite(self.alpha, torch.nan_to_num(self.alpha, self.options.alpha).clamp(1e-3, 0.999))
 
 
 @dataclass(frozen=True)
 class StackedSigmoidOptions:
-    """Options of `stacked_sigmoid`: the temperature at the beginning of the training and at its end."""
+    """Options of `stacked_sigmoid`: the first and the last temperature."""
 
     start: float = 5.0
     end: float = 100.0
@@ -79,10 +77,11 @@ class StackedSigmoidOptions:
 
 @register_quantizer("stacked_sigmoid")
 class StackedSigmoidQuantizer(SoftQuantizer):
-    """A sigmoid for every step, sharper and sharper (Quantization Networks, arXiv:1911.09464); evaluation rounds.
+    """A sigmoid for every step, which sharpens over the training (arXiv:1911.09464).
 
-    Training computes with values between the levels, evaluation and the exported model with the levels themselves; the
-    temperature goes from `start` to `end` in equal factors, as `set_progress` says.
+    The rule of Quantization Networks. Training computes with values between the levels, evaluation and the exported
+    model with the levels themselves; the temperature goes from `start` to `end` in equal factors, as `set_progress`
+    says.
     """
 
     drawn = ("temperature",)
@@ -90,15 +89,12 @@ class StackedSigmoidQuantizer(SoftQuantizer):
     temperature: Tensor
 
     def add_parameters(self, device: torch.device | str | None) -> None:
-        """The temperature, which checkpoints carry."""
         super().add_parameters(device)
-        self.register_buffer("temperature", torch.tensor(self.options.start, device=device))
+        self.register_buffer("temperature", torch.tensor(self.options.start, device=device))  # checkpoints carry it
 
     def rounded(self, v: Tensor) -> Tensor:
-        """`soft_round` in training."""
         return soft_round(v, self.temperature) if self.training else round_ste(v)
 
     def set_progress(self, progress: float) -> None:
-        """start * (end / start)^progress."""
         options = self.options
         self.temperature.fill_(options.start * (options.end / options.start) ** progress)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from qat.quantizer.training import FEW
+from qat.quantizer.training import LOW_BITS
 from qat.text import did_you_mean, first_line
 from qat.training.config.schema import OverrideConfig, RunConfig
 from qat.training.config.stages import Section
@@ -106,8 +106,8 @@ ADAMW_RATE = 5e-4  # at 4 bits; doubled for every bit less, since the levels of 
 def with_choices_by_bits(tree: object) -> Any:
     """Return a config's mapping with optimizer and lr of `qat` chosen by bits.
 
-    AdamW up to `FEW` bits, else SGD; `qat.progressive` gets rates too. Each key is chosen on its own: whoever sets lr
-    keeps the optimizer of the bits. The schema refuses what is not a mapping. Measured on 5,000 held-out training
+    AdamW up to `LOW_BITS` bits, else SGD; `qat.progressive` gets rates too. Each key is chosen on its own: whoever sets
+    lr keeps the optimizer of the bits. The schema refuses what is not a mapping. Measured on 5,000 held-out training
     images of CIFAR-10 (docs/measurements.md).
 
     >>> with_choices_by_bits({"quantization": {"weight": {"bits": 2}, "activation": {"bits": 4}}})["qat"]
@@ -121,7 +121,7 @@ def with_choices_by_bits(tree: object) -> Any:
         return tree
     bits = _bits(tree.get("quantization"), dict.fromkeys(TENSORS, 8))
     fewest = min(bits.values())
-    optimizer = stage.get("optimizer", "adamw" if fewest <= FEW else "sgd")
+    optimizer = stage.get("optimizer", "adamw" if fewest <= LOW_BITS else "sgd")
     stage = {"optimizer": optimizer, "lr": rate(optimizer, fewest), **stage}
     earlier = stage.get("progressive")
     if "lr" not in tree.get("qat", {}) and isinstance(earlier, list | tuple):
@@ -140,7 +140,7 @@ def rate(optimizer: object, bits: int) -> float:
     >>> [rate("adamw", bits) for bits in (1, 2, 3, 4, 8, 16)]
     [0.002, 0.002, 0.001, 0.0005, 3.125e-05, 3.125e-05]
     """
-    return ADAMW_RATE * 2.0 ** (FEW - min(max(bits, 2), 8)) if optimizer == "adamw" else SGD_RATE
+    return ADAMW_RATE * 2.0 ** (LOW_BITS - min(max(bits, 2), 8)) if optimizer == "adamw" else SGD_RATE
 
 
 def _bits(grids: object, default: dict[str, int]) -> dict[str, int]:
