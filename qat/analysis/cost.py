@@ -61,7 +61,7 @@ def cost(model: nn.Module, example_inputs: Inputs) -> list[LayerCost]:
     expect_model(cost, model)
     call, counter = bind_inputs("cost", model, example_inputs), FlopCounterMode(display=False)
     layers = [each for each in model.modules() if isinstance(each, QuantLayer) or not any(each.children())]
-    grad = torch.enable_grad()  # torch's counter fails at views of weights without
+    grad = torch.enable_grad()  # without grad mode, FlopCounterMode fails on views of weights
     with counter, first_calls(layers) as calls, evaluating(model), grad, warnings_ignored("a quantizer "):
         call_with(model, call)
     names: dict[nn.Module, list[str]] = {}

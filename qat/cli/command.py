@@ -1,4 +1,4 @@
-"""Verbs of `python -m qat`: their help, and the end of a command."""
+"""Command-line entry point: builds the parser, and runs a verb."""
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
 # A verb is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`. Its docstring is the help, and its
-# `WAY_ON`, if any, the advice for a user who interrupted it.
+# `WAY_ON`, if defined, tells a user who interrupted the verb how to continue.
 VERBS = {
     each.__name__.rpartition(".")[2]: each
     for each in (train, report, predict, evaluate, verify, sensitivity, bits, compare, benchmark, export, lint)

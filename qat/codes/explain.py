@@ -28,7 +28,7 @@ ON_CODES = "on codes"
 def explain_part(
     model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
 ) -> tuple[str, dict[str, Row]]:
-    """Say how a part trains, without the subject, and what runs in it, by name."""
+    """Return a predicate for the part ('trains ...'), and a row for each module."""
     evaluated = not model.training
     with evaluating(model) if evaluated else nullcontext():
         if evaluated:

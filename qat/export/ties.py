@@ -1,4 +1,4 @@
-"""`explain_differences`: a file's other answers, followed integer by integer."""
+"""`explain_differences`: traces differing outputs of a file back to single integers."""
 
 import os
 from collections.abc import Callable, Iterable

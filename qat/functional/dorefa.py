@@ -105,4 +105,4 @@ def _squash(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     squashed = torch.tanh(widened(weight)[0])
     size = squashed.abs()
     largest = over(torch.amax, size, axes) if size.numel() else size  # amax refuses an empty axis
-    return squashed, torch.where(largest < torch.finfo(size.dtype).tiny, 1, largest)  # it is divided by
+    return squashed, torch.where(largest < torch.finfo(size.dtype).tiny, 1, largest)  # never 0: it divides

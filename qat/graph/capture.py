@@ -103,7 +103,7 @@ def check_answer(
             answer = call_with(model, examples)
             return answer, python_state() != before
 
-    buffers = dict(model.named_buffers())  # of now: a buffer that is another object later was assigned
+    buffers = dict(model.named_buffers())  # a snapshot: a buffer that is another object afterwards was reassigned
     with restoring_state(model) as changes:
         expected, draws_again = run()
         assigned = [
