@@ -86,7 +86,7 @@ def test_a_photograph_is_turned_as_its_exif_says(suffix: str, tmp_path: Path) ->
     exif, path = Image.Exif(), tmp_path / f"phone.{suffix}"
     exif[ExifTags.Base.Orientation] = 6  # the camera was held upright
     Image.fromarray(np.tile(np.arange(0, 256, 4, np.uint8), (32, 1))).convert("RGB").save(path, exif=exif, quality=95)
-    picture = ImageFiles(np.array([os.fsencode(path)]), torch.zeros(1, dtype=torch.int64)).picture(0)
+    picture = ImageFiles(np.array([os.fsencode(path)]), torch.zeros(1, dtype=torch.int64)).sample(0)[0]
     assert picture.size == (32, 64) and picture.getpixel((16, 0))[0] < 16 < 240 < picture.getpixel((16, 63))[0]
     with Image.open(path) as given:
         assert as_rgb(given, "it").tobytes() == picture.tobytes() and given.size == (64, 32)

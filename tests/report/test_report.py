@@ -38,7 +38,7 @@ ANALYSIS: dict[str, Any] = {
     "cost": [{"name": "conv1", "weight_bits": 8, "activation_bits": 8}],
     "batch_norm": {"bn1": 0.02},
     "histograms": [{"layer": "conv1", "weight": GRID, "before": GRID, "input": None}],
-    "answers": {"images": 1000, "classes": ["<cat>", "dog"], "changes": [[0, 0, 1, 3]]},
+    "answers": {"answers": 1000, "classes": ["<cat>", "dog"], "changes": [[0, 0, 1, 3]]},
     "integers": {"onnxruntime": [{"name": "conv1_quantizer", "elements": 9, "differing": 1, "beyond_ties": 0}]},
 }  # fmt: skip
 

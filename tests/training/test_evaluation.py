@@ -14,6 +14,7 @@ from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop import evaluation
 from qat.training.loop.evaluation import EPOCH_OFFSET, Evaluation, evaluate, settle_statistics, warnings_about
+from qat.training.task import CLASSIFICATION
 from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
 
@@ -32,8 +33,8 @@ def test_evaluation_is_the_mean_over_images(wrap: Any) -> None:
     labels = batches.labels[order]
     result = evaluate(model, batches, CPU)
     assert result.count == 24
-    assert result.top1 == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
-    assert 0 < result.top1 < 100
+    assert result.score == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
+    assert 0 < result.score < 100
     assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
@@ -69,20 +70,22 @@ def test_chance_level_is_the_accuracy_of_a_constant_prediction(
     top1: float, most_common: float, count: int, warned: bool
 ) -> None:
     result = Evaluation(top1, 1.0, count, most_common)
-    found = warnings_about("float", "float.lr", StageConfig(epochs=3, lr=1e9), result, None)
+    found = warnings_about("float", "float.lr", StageConfig(epochs=3, lr=1e9), result, None, CLASSIFICATION)
     luck = ", with luck up to 13.16 %" if top1 == 12.5 else ""  # point 62: it is above what one answer gives
     sentence = (
         f"float: val top1 {top1:.2f} % is at chance level: the same answer for all {count} images gives"
         f" {most_common:.2f} %{luck}; try a lower float.lr (now 1e+09) or more epochs"
     )
     assert found == ([sentence] if warned else [])
-    untrained = warnings_about("float", "float.lr", StageConfig(epochs=0), result, None)
+    untrained = warnings_about("float", "float.lr", StageConfig(epochs=0), result, None, CLASSIFICATION)
     assert "try" not in "".join(untrained)
 
 
 @pytest.mark.parametrize(("top1", "warned"), [(96.0, False), (94.5, False), (90.0, True)])
 def test_a_loss_of_accuracy_beyond_noise_gives_a_warning(top1: float, warned: bool) -> None:
-    found = warnings_about("qat", "qat.lr", QATStageConfig(epochs=3), Evaluation(top1, 1.0, 360, 10.0), 96.0)
+    found = warnings_about(
+        "qat", "qat.lr", QATStageConfig(epochs=3), Evaluation(top1, 1.0, 360, 10.0), 96.0, CLASSIFICATION
+    )
     sentence = (
         "qat: val top1 90.00 % is below the 96.00 % that it started from; try a lower qat.lr (now 0.01) or more epochs"
     )

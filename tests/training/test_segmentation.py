@@ -72,7 +72,14 @@ def test_image_and_mask_move_together() -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    small = ["data.limit_train=32", "data.limit_val=12", "data.image_size=48", "float.warmup_epochs=0", "float.epochs=1", "qat.epochs=1"]
+    small = [
+        "data.limit_train=32",
+        "data.limit_val=12",
+        "data.image_size=48",
+        "float.warmup_epochs=0",
+        "float.epochs=1",
+        "qat.epochs=1",
+    ]
     config = load_config("digits_segmentation.yaml", [*small, f"run_dir={folder}"], Path("configs"))
     assert run(config) == 0
     return folder

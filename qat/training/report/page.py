@@ -90,7 +90,7 @@ def _answers(run: ReportedRun) -> str:
     total = sum(number for *_, number in changes)
     rows = [[*(names[each] for each in classes), str(number)] for *classes, number in changes[:MOST_CHANGES]]
     lines = table([["truth", "float says", "integers say", "answers"], *rows]) if rows else []
-    said = f"{total:,} of {answers['answers']:,} answers, of {answers['images']:,} images, are not the float model's"
+    said = f"{total:,} of {answers['answers']:,} answers are not the float model's"
     return f"<h2>Answers</h2><pre>{escape(chr(10).join([said, '', *lines]))}</pre>"
 
 
