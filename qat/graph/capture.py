@@ -34,9 +34,9 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
     paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
     words |= {name for name in paths if any(map(keyword.iskeyword, name.split(".")))}
     if words:
-        raise CaptureError(f"a graph has other uses for the name {min(words)!r}; rename it to have one graph")
+        raise CaptureError(f"the name {min(words)!r} is reserved in a graph; rename it to have one graph")
     if type(model).__call__ is not nn.Module.__call__:  # it would run before forward
-        raise CaptureError(f"{type(model).__name__} overrides __call__, and a graph has its forward alone")
+        raise CaptureError(f"{type(model).__name__} overrides __call__, which a graph does not run; use forward")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
@@ -131,7 +131,7 @@ def check_answer(
     except Exception as error:
         raise CaptureError(f"its graph does not run: {first_line(error)}") from error
     if not _are_same(answer, expected):
-        raise CaptureError("its graph answers the example inputs otherwise than the model itself")
+        raise CaptureError("its graph and the model return different outputs for the example inputs")
 
 
 def _unsettled(model: nn.Module, names: list[str], run: Callable[[], Any]) -> str:

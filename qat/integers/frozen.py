@@ -73,7 +73,7 @@ class NotANumberError(ValueError):
     """A value for a quantizer was NaN, which no code stands for."""
 
     def __init__(self, quantizer: str) -> None:
-        super().__init__(f"{quantizer!r} is given NaN, which no integer stands for")
+        super().__init__(f"the input of {quantizer!r} contains NaN, which has no integer code")
 
 
 def stored_offset(quantizer: Quantizer) -> int:
@@ -166,7 +166,7 @@ class FrozenLayer(nn.Module):
         lowest, highest = integers.codes.min().item(), integers.codes.max().item()
         if not (lowest >= -128 and highest <= 127 and integers.bias_codes.isfinite().all()):
             raise FreezingError(
-                f"a {type(layer).__name__}'s integers go from {lowest:g} to {highest:g}, not in int8"
+                f"the integers of a {type(layer).__name__} range from {lowest:g} to {highest:g}, outside int8"
                 " (NaN weights? a grid that is unsigned or not narrow_range=True?)"
             )
         self.layer_name = name

@@ -82,7 +82,7 @@ def test_nan_is_refused_by_the_name_of_its_quantizer(mode: Any) -> None:
     net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, padding_mode=mode), nn.ReLU(), nn.Conv2d(16, 8, 3))
     model = quantized(net, x)
     x[0, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"^'input_quantizer' is given NaN, which no integer stands for$"):
+    with pytest.raises(ValueError, match=r"^the input of 'input_quantizer' contains NaN, which has no integer code$"):
         qat.convert(model)(x)
 
 
