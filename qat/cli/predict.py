@@ -45,7 +45,10 @@ def run(given: argparse.Namespace) -> int:
                 opened.as_pixels(picture)[0], shares[chosen].argmax(0), Path(given.to) / f"{Path(file).stem}.png"
             )
             file = f"{file} -> {drawn}"
-            shares = {name: _share_of_pixels(each) for name, each in shares.items()}
+            counts = {
+                key: torch.bincount(each.argmax(0).flatten(), minlength=len(each)) for key, each in shares.items()
+            }
+            shares = {name: each / each.sum() for name, each in counts.items()}
         # A model may have more outputs than the data had classes.
         scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
         best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
@@ -55,10 +58,6 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(found, indent=1))
     return 0
-
-
-def _share_of_pixels(scores: Tensor) -> Tensor:
-    return torch.bincount(scores.argmax(0).flatten(), minlength=len(scores)) / scores[0].numel()
 
 
 def _draw(pixels: Tensor, classes: Tensor, path: Path) -> Path:

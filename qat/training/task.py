@@ -4,6 +4,7 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +141,6 @@ def title_of(result: Mapping[str, object]) -> str:
     return next((task.title for task in TASKS if task.metric in result), CLASSIFICATION.title)
 
 
-def score_of(result: Mapping[str, object]) -> float | None:
+def score_of(result: Mapping[str, Any]) -> float | None:
     """Return the score of a result of a stage, in percent."""
-    found = result.get(metric_of(result) or "")
-    return found if isinstance(found, float | int) else None
+    return result.get(metric_of(result) or "")

@@ -62,24 +62,23 @@ def seeded_generator(seed: int, purpose: str, epoch: int = 0) -> torch.Generator
 
 
 def _digits(config: DataConfig, seed: int) -> Dataset:
+    return Dataset(*_written(), [str(digit) for digit in range(10)])
+
+
+def _written() -> tuple[ImageArray, ImageArray]:
     # Every fifth image of each class is for validation (see digits.md).
     images, labels = read_digits()
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True
-    train, val = (_array(images[chosen], labels[chosen]) for chosen in (~in_val, in_val))
-    return Dataset(train, val, [str(digit) for digit in range(10)])
+    return _array(images[~in_val], labels[~in_val]), _array(images[in_val], labels[in_val])
 
 
 def _canvases(config: DataConfig, seed: int) -> Dataset:
-    images, labels = read_digits()
-    in_val = np.zeros(len(labels), bool)
-    in_val[np.argsort(labels, kind="stable")[::5]] = True  # those of `digits`
-    splits = {}
-    for name, chosen, count in (("train", ~in_val, 960), ("val", in_val, 240)):
-        written = torch.from_numpy(images[chosen]), torch.from_numpy(labels[chosen])
-        scenes = draw_scenes(*written, count, config.image_size, seeded_generator(0, f"canvases_{name}"))
-        splits[name] = ImageArray(scenes.images, scenes.masks)
-    return Dataset(splits["train"], splits["val"], ["background", *(str(digit) for digit in range(10))])
+    splits = []
+    for name, digits, count in zip(SPLITS, _written(), (960, 240), strict=True):
+        generator = seeded_generator(0, f"canvases_{name}")
+        splits.append(ImageArray(*draw_scenes(digits.images[:, 0], digits.labels, count, config.image_size, generator)))
+    return Dataset(splits[0], splits[1], ["background", *(str(digit) for digit in range(10))])
 
 
 def _masks(config: DataConfig, seed: int) -> Dataset:

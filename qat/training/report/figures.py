@@ -127,8 +127,9 @@ def results(run: ReportedRun) -> "Figure | None":
     if not stages:
         return None
     figure, axes = panels(1, 3, height=2.9)
-    metric, title = metric_of(run.summary.get("qat", {})) or "top1", f"{title_of(run.summary.get('qat', {}))} %"
-    titles = {"loss": "loss", metric: title, "lr": "learning rate"}
+    trained = run.summary.get("qat", {})
+    metric = metric_of(trained) or "top1"
+    titles = {"loss": "loss", metric: f"{title_of(trained)} %", "lr": "learning rate"}
     for axis, (tag, title) in zip(axes[0], titles.items(), strict=True):
         for stage, colour in zip(stages, COLOURS, strict=False):
             for split, style in (("train", {"alpha": 0.45, "lw": 0.9}), ("val", {"marker": "o", "ms": 2.5})):
@@ -160,12 +161,14 @@ def accuracy(run: ReportedRun) -> "Figure | None":
     if not values or not images:
         return None
     figure, axis = panel(0.6 + 0.28 * len(values))
-    errors = [deviation_of(score, images) for score in values.values()]
+    title = title_of(run.summary.get("qat", {}))
+    known = title == "top1"  # the mean of shares of classes has no such formula
+    errors = [deviation_of(score, images) * known for score in values.values()]
     bars = axis.barh(list(values), list(values.values()), xerr=errors, color=COLOURS[0], alpha=0.75, ecolor=QUIET)
     axis.set_xlim(max(0, min(values.values()) - max(4, 3 * max(errors))), 100.5)
     axis.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
     axis.invert_yaxis()
-    axis.set(xlabel=f"{title_of(run.summary['qat'])} % of {images:,} images, with two standard deviations")
+    axis.set(xlabel=f"{title} % of {images:,} images" + ", with two standard deviations" * known)
     return figure
 
 
