@@ -35,7 +35,7 @@ def test_a_run_ends_with_its_report_and_its_pictures(pets: Path) -> None:
     found = json.loads((run / "analysis.json").read_text())
     model = qat.load(run)
     assert set(found["order"]) == {name for name, each in model.named_modules() if isinstance(each, Quantizer)}
-    assert found["answers"]["images"] == 12
+    assert found["answers"]["answers"] == 12
 
 
 def test_the_answers_that_changed_are_those_of_the_two_models(pets: Path) -> None:
