@@ -51,8 +51,8 @@ def test_nan_in_every_batch_is_not_tried_each_time(caplog: pytest.LogCaptureFixt
             assert found[0].isnan().any() and torch.equal(found.isnan(), plainly(model, spoilt).isnan())
         assert program_of(model) is None
     assert [message for message in caplog.messages if "NaN" in message] == [
-        "evaluation runs operation by operation: its integer program fails ('input_quantizer' is given NaN, which no"
-        " integer stands for)"
+        "evaluation runs operation by operation: its integer program fails (the input of 'input_quantizer' contains"
+        " NaN, which has no integer code)"
     ]
 
 

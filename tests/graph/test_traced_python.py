@@ -65,7 +65,7 @@ OWN_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "function with a list": (lambda x: Halve.apply([x], x), "Halve"),
     "vmap": (torch.func.vmap(torch.relu), "forward calls torch.vmap"),
     "hook": (with_hook, "asks a tensor for requires_grad (test_traced_python.py, line "),
-    "is_grad_enabled": (lambda x: x if torch.is_grad_enabled() else -x, "otherwise than the model"),
+    "is_grad_enabled": (lambda x: x if torch.is_grad_enabled() else -x, "return different outputs"),
     "item": (lambda x: x if x.sum().item() > 0 else -x, "the values of a tensor (test_traced_python.py, line "),
     "numpy": (lambda x: x + torch.from_numpy(x.detach().numpy()), "a tensor for numpy (test_traced_python.py, line "),
     "made of": (lambda x: torch.Tensor._make_subclass(torch.Tensor, x), "makes a tensor in a way that is not recorded"),
