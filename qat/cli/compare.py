@@ -14,7 +14,7 @@ from qat.training.config.file import flat
 from qat.training.errors import UserError
 from qat.training.run.folder import Json, read_summary
 from qat.training.run.report import ROWS
-from qat.training.task import score_of, title_of
+from qat.training.task import score_of, task_in
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
 PLACE = {"run_dir", "resume"}  # the place of a run, no part of what it does
@@ -57,7 +57,9 @@ def _beside(columns: list[Json]) -> dict[str, list[Any]]:
 def _results(summary: Json) -> Json:
     onnx = summary.get("onnx", {})
     scores = {
-        f"{title_of(summary[key])} % {words}": score_of(summary[key]) for key, words in ROWS.items() if key in summary
+        f"{task_in(summary[key]).title} % {words}": score_of(summary[key])
+        for key, words in ROWS.items()
+        if key in summary
     }
     found = {**scores, "seconds": summary.get("seconds"), "problem": summary.get("problem")}
     if onnx:

@@ -108,7 +108,7 @@ def _export_onnx(given: argparse.Namespace, opened: Run, path: Path) -> int:
         return 0
     if given.pixels:
         return _prove_pixels(opened, path, data.val)
-    proof = prove(path, model, data.val)
+    proof = prove(path, model, data.val, opened.config.task)
     print("\n".join([*proof.sentences(), *(f"warning: {each}" for each in proof.warnings())]))
     if problem := proof.problem():
         print(f"{path}: {problem}")
@@ -150,9 +150,10 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
 # ONNX Runtime's answers to pixels, against torch's to what the file makes of them.
 def _prove_pixels(opened: Run, path: Path, batches: Iterable[Batch]) -> int:
     engine, model, kept = Run(path).engine("onnxruntime"), opened.quantized, opened.transform.preprocessing
+    task = opened.config.task
 
     def answer(batch: Batch) -> tuple[Tensor, Pair]:
-        return opened.as_pixels(batch[0]), ([in_torch(model, batch[0])], [engine(batch[0])], None)
+        return opened.as_pixels(batch[0]), ([in_torch(model, batch[0], task)], [engine(batch[0])], None)
 
     comparison, normalize = LayerComparison(path, model), ToInput(kept.mean, kept.std)
     comparison.model.register_forward_pre_hook(lambda _, given: (normalize(given[0].permute(0, 3, 1, 2)),))

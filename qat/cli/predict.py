@@ -37,37 +37,42 @@ def run(given: argparse.Namespace) -> int:
     engines = {runtime: opened.engine(runtime) for runtime in runtimes}
     found = []
     for file in given.images:
+        drawn: Path | None = None
         with problems_of("IMAGE"):
             picture = opened.transform(read_picture(file))
         shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
         if shares[chosen].dim() == 3:
-            drawn = _draw(
-                opened.as_pixels(picture)[0], shares[chosen].argmax(0), Path(given.to) / f"{Path(file).stem}.png"
-            )
-            file = f"{file} -> {drawn}"
-            counts = {
-                key: torch.bincount(each.argmax(0).flatten(), minlength=len(each)) for key, each in shares.items()
-            }
-            shares = {name: each / each.sum() for name, each in counts.items()}
+            drawn = Path(given.to) / f"{Path(file).stem}_classes.png"
+            _draw(opened.as_pixels(picture)[0], shares[chosen].argmax(0), drawn)
+            answers = {name: each.argmax(0).flatten() for name, each in shares.items()}
+            pixels = {name: each.bincount(minlength=len(shares[name])) for name, each in answers.items()}
+            shares = {name: each / each.sum() for name, each in pixels.items()}
         # A model may have more outputs than the data had classes.
         scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
         best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
-        found.append({"file": file, "class": best, "scores": scores})
+        found.append({"file": file, "class": best, "scores": scores, **({"drawn": str(drawn)} if drawn else {})})
         if not given.json:
-            print("\n".join([file, *(f"  {line}" for line in _table(shares, opened.classes, given.top)), ""]))
+            print(
+                "\n".join(
+                    [
+                        f"{file} -> {drawn}" if drawn else file,
+                        *(f"  {line}" for line in _table(shares, opened.classes, given.top)),
+                        "",
+                    ]
+                )
+            )
     if given.json:
         print(json.dumps(found, indent=1))
     return 0
 
 
-def _draw(pixels: Tensor, classes: Tensor, path: Path) -> Path:
+def _draw(pixels: Tensor, classes: Tensor, path: Path) -> None:
     from torchvision.utils import draw_segmentation_masks  # late, since it takes seconds
 
     masks = torch.stack([classes == number for number in range(1, int(classes.max()) + 1)] or [classes < 0])
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = draw_segmentation_masks(pixels.permute(2, 0, 1).contiguous(), masks, alpha=0.6)
     Image.fromarray(drawn.permute(1, 2, 0).numpy()).save(path)
-    return path
 
 
 def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:

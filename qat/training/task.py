@@ -51,12 +51,7 @@ class Task:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
             form = ", ".join([str(batch_size), "classes", "height", "width"][: self.dims])
             raise UserError(f"model: it must return logits of shape ({form}), but returned {got}")
-        auxiliary = [
-            other
-            for other in others
-            if isinstance(other, Tensor) and other is not logits and other.shape == logits.shape
-        ]
-        return logits, auxiliary
+        return logits, [x for x in others if isinstance(x, Tensor) and x is not logits and x.shape == logits.shape]
 
     def loss(self, logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
         """Return the mean cross-entropy of a batch; labels may be shares of classes (N, classes)."""
@@ -131,16 +126,11 @@ def task_of(name: str, given: str | None) -> Task:
     return next((task for task in TASKS if name in task.models()), CLASSIFICATION)
 
 
-def metric_of(result: Mapping[str, object]) -> str | None:
-    """Return the key of the score in a result of a stage, as in summary.json."""
-    return next((task.metric for task in TASKS if task.metric in result), None)
-
-
-def title_of(result: Mapping[str, object]) -> str:
-    """Return the name of the score in a result of a stage."""
-    return next((task.title for task in TASKS if task.metric in result), CLASSIFICATION.title)
+def task_in(result: Mapping[str, Any]) -> Task:
+    """Return the task whose score a result of a stage holds; classification if it holds none."""
+    return next((task for task in TASKS if task.metric in result), CLASSIFICATION)
 
 
 def score_of(result: Mapping[str, Any]) -> float | None:
     """Return the score of a result of a stage, in percent."""
-    return result.get(metric_of(result) or "")
+    return result.get(task_in(result).metric)

@@ -72,15 +72,8 @@ def test_image_and_mask_move_together() -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    small = [
-        "data.limit_train=8",
-        "data.limit_val=4",
-        "data.image_size=32",
-        "float.warmup_epochs=0",
-        "float.epochs=1",
-        "qat.epochs=1",
-    ]
-    config = load_config("digits_segmentation.yaml", [*small, f"run_dir={folder}"], Path("configs"))
+    small = "data.limit_train=8 data.limit_val=4 data.image_size=32 float.warmup_epochs=0 float.epochs=1 qat.epochs=1"
+    config = load_config("digits_segmentation.yaml", [*small.split(), f"run_dir={folder}"], Path("configs"))
     assert run(config) == 0
     return folder
 
@@ -98,9 +91,11 @@ def test_the_verbs_know_masks(finished: Path, tmp_path: Path, capsys: pytest.Cap
     picture = tmp_path / "photo.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)).save(picture)
     assert verb(["predict", str(finished), str(picture), "--to", str(tmp_path / "drawn")]) == 0
-    with Image.open(tmp_path / "drawn" / "photo.png") as drawn:
+    with Image.open(tmp_path / "drawn" / "photo_classes.png") as drawn:
         assert drawn.size == (32, 32)
     assert verb(["evaluate", str(finished), "data.limit_val=2"]) == 0 and "mIoU %" in capsys.readouterr().out
+    assert verb(["export", str(finished), "--to", str(tmp_path / "again.onnx")]) == 0
+    assert verb(["verify", str(finished)]) == 0 and "top1" not in (said := capsys.readouterr().out) and "mIoU" in said
     assert verb(["sensitivity", str(finished)]) != 0 and "is for classifiers" in capsys.readouterr().err
 
 

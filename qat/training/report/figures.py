@@ -17,7 +17,7 @@ from qat.contexts import warnings_ignored
 from qat.training.report.findings import AT_FLOOR, LAG, Points, ReportedRun
 from qat.training.run.folder import EVALUATION, SENSITIVITY
 from qat.training.run.report import ROWS, deviation_of, results_by_row
-from qat.training.task import metric_of, score_of, title_of
+from qat.training.task import CLASSIFICATION, score_of, task_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,9 +127,8 @@ def results(run: ReportedRun) -> "Figure | None":
     if not stages:
         return None
     figure, axes = panels(1, 3, height=2.9)
-    trained = run.summary.get("qat", {})
-    metric = metric_of(trained) or "top1"
-    titles = {"loss": "loss", metric: f"{title_of(trained)} %", "lr": "learning rate"}
+    task = task_in(run.summary.get("qat", {}))
+    titles = {"loss": "loss", task.metric: f"{task.title} %", "lr": "learning rate"}
     for axis, (tag, title) in zip(axes[0], titles.items(), strict=True):
         for stage, colour in zip(stages, COLOURS, strict=False):
             for split, style in (("train", {"alpha": 0.45, "lw": 0.9}), ("val", {"marker": "o", "ms": 2.5})):
@@ -139,7 +138,7 @@ def results(run: ReportedRun) -> "Figure | None":
     exported = score_of(run.summary.get("onnx", {}))
     if exported is not None:
         axes[0][1].axhline(exported, color=QUIET, ls="--", label="integers")
-    ends = [points[-1][1] for (_, tag), points in run.curves.items() if tag == metric] + [exported or 100]
+    ends = [points[-1][1] for (_, tag), points in run.curves.items() if tag == task.metric] + [exported or 100]
     axes[0][1].set_ylim(max(0, min(ends) - 5), 101)  # without the beginning of float
     axes[0][0].set_yscale("log")
     axes[0][2].set(yscale="log", ylim=(max(axes[0][2].get_ylim()[1], 1e-12) * 1e-4, None))
@@ -161,14 +160,14 @@ def accuracy(run: ReportedRun) -> "Figure | None":
     if not values or not images:
         return None
     figure, axis = panel(0.6 + 0.28 * len(values))
-    title = title_of(run.summary.get("qat", {}))
-    known = title == "top1"  # the mean of shares of classes has no such formula
+    task = task_in(run.summary.get("qat", {}))
+    known = task is CLASSIFICATION  # the mean of shares of classes has no such formula
     errors = [deviation_of(score, images) * known for score in values.values()]
     bars = axis.barh(list(values), list(values.values()), xerr=errors, color=COLOURS[0], alpha=0.75, ecolor=QUIET)
     axis.set_xlim(max(0, min(values.values()) - max(4, 3 * max(errors))), 100.5)
     axis.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
     axis.invert_yaxis()
-    axis.set(xlabel=f"{title} % of {images:,} images" + ", with two standard deviations" * known)
+    axis.set(xlabel=f"{task.title} % of {images:,} images" + ", with two standard deviations" * known)
     return figure
 
 

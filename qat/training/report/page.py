@@ -16,7 +16,7 @@ from qat.training.report.findings import ReportedRun, findings
 from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, Json, replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
-from qat.training.task import metric_of, score_of
+from qat.training.task import score_of, task_in
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
 MOST_CHANGES = 12  # rows of the table of changed answers
@@ -114,7 +114,7 @@ def finish(log: RunLog, config: RunConfig, summary: Json, step: int) -> None:
     layers = (log.folder / LAYERS).read_text(encoding="utf-8")
     for tag, text in (("config", dump_config(config)), ("layers", layers)):
         writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
-    metric = metric_of(summary.get("qat", {}))
+    metric = task_in(summary.get("qat", {})).metric
     scores = {f"{key}_{metric}": score_of(summary.get(key, {})) for key in ("float", "calibrated", "qat", "onnx")}
     found = {**scores, "agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
     metrics = {f"final/{key}": float(value) for key, value in found.items() if value is not None}

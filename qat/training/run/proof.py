@@ -35,7 +35,7 @@ from qat.training.loop.stage import Batches
 from qat.training.run.exit_status import is_memory_shortage
 from qat.training.run.folder import Json, replacing
 from qat.training.run.logging import RunLog
-from qat.training.task import CLASSIFICATION, Task, score_of, title_of
+from qat.training.task import CLASSIFICATION, Task, score_of, task_in
 
 logger = logging.getLogger("qat")
 
@@ -196,7 +196,7 @@ def _integers_results(layers: list[LayerDifference]) -> Json:
 
 def _answers(found: Json) -> str:
     score = score_of(found)
-    said = "" if score is None else f"val {title_of(found)} {score:.2f} %, "
+    said = "" if score is None else f"val {task_in(found).title} {score:.2f} %, "
     integers = "{differing:,} of {elements:,} integers differ over {compared} layers".format(**found["layers"])
     return f"{said}{100 * found['agreement']:.2f} % equal predictions; {integers}"
 

@@ -13,7 +13,7 @@ from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.run.folder import Json, write_text
-from qat.training.task import score_of, title_of
+from qat.training.task import score_of, task_in
 
 ROWS = {  # keys of the results (nested keys after a dot), and their names in the table, in its order
     "float": "float",
@@ -86,7 +86,7 @@ def deviation_of(top1: float, images: int) -> float:
 
 
 def table_rows(results: Json) -> list[list[str]]:
-    rows = [["model", f"{title_of(results.get('qat', {}))} %", "size", "agreement"]]
+    rows = [["model", f"{task_in(results.get('qat', {})).title} %", "size", "agreement"]]
     for key, result in results_by_row(results).items():
         size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
         agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
