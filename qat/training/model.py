@@ -42,7 +42,7 @@ from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 from qat.training.run.logging import on_terminal
-from qat.training.task import CLASSIFICATION, TASKS, task_of
+from qat.training.task import CLASSIFICATION, TASKS, Kind, task_of
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -342,7 +342,7 @@ def rehearse(prepared: nn.Module, exports: bool) -> None:
 
 
 def check_forward(
-    model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int, has_masks: bool = False
+    model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int, kind: Kind = "labels"
 ) -> None:
     """Run two black images through the float model, so that errors show early."""
     device, task = model_device(model), config.task
@@ -354,8 +354,8 @@ def check_forward(
             f"model: {config.model.name} does not run on 2 images of {image_shape} ({reason(error)});"
             " another data.image_size?"
         ) from error
-    if has_masks != (task.dims > 2):
-        what = "a class for each pixel" if has_masks else "a class for each image"
+    if kind != ("masks" if task.dims > 2 else "labels"):
+        what = {"labels": "a class for each image", "masks": "a class for each pixel", "boxes": "boxes"}[kind]
         raise UserError(
             f"data.name: {config.data.name} has {what}, and {config.model.name} is for {task.name}; choose another data"
             " set or model (model.task says what one of your own learns)"

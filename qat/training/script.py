@@ -108,7 +108,7 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
 def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> dict[str, nn.Module]:
     """Prepare the model for each stage; show what is wrong before hours of training."""
     shape = data.image_shape
-    check_forward(model, config, shape, len(data.classes), data.has_masks)
+    check_forward(model, config, shape, len(data.classes), data.kind)
     prepared = {"qat": prepare_model(model, config, shape)}
     rehearse(prepared["qat"], config.export.onnx)
     check_distillation(config, model, prepared["qat"], data, anew)

@@ -4,13 +4,16 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qat.training.errors import UserError
+
+Kind: TypeAlias = Literal["labels", "masks", "boxes"]
+"""What a data set says of each image: a class, a class for each pixel, or objects, each a class and a box."""
 
 IGNORED = 255
 """Value of pixels in masks that neither loss nor score counts: PASCAL VOC's borders."""

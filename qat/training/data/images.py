@@ -15,7 +15,7 @@ from torch import Tensor
 from qat.text import first_line
 from qat.training.data.transforms import Channels, Picture, Preprocessing, pixels_of
 from qat.training.errors import UserError, looked_in, problems_of
-from qat.training.task import IGNORED
+from qat.training.task import IGNORED, Kind
 
 HALF: Channels = (0.5, 0.5, 0.5)
 
@@ -31,9 +31,11 @@ class ImageArray:
         return len(self.labels)
 
     @property
-    def has_masks(self) -> bool:
-        """True if each image has a class for each pixel."""
-        return self.labels.dim() > 1
+    def kind(self) -> Kind:
+        """What the labels are."""
+        if self.labels.dim() == 1:
+            return "labels"
+        return "boxes" if self.labels.is_floating_point() else "masks"
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
         return self.images[index], self.labels[index]
@@ -59,7 +61,7 @@ class ImageFiles:
 
     paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
     labels: Tensor
-    has_masks: ClassVar[bool] = False
+    kind: ClassVar[Kind] = "labels"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,7 +86,7 @@ class MaskFiles:
     paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
     masks: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
     classes: int
-    has_masks: ClassVar[bool] = True
+    kind: ClassVar[Kind] = "masks"
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -31,6 +31,7 @@ from qat.training.data.transforms import (
 )
 from qat.training.errors import UserError
 from qat.training.ranks import ranks_here
+from qat.training.task import Kind
 
 logger = logging.getLogger("qat")
 
@@ -102,10 +103,10 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
 
 def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
     """Return the images of a split where they are, in batches if possible."""
-    if isinstance(images, ImageArray) and not images.has_masks and BatchTransform.takes(images.images, augment, plain):
+    labelled = images.kind == "labels"
+    if isinstance(images, ImageArray) and labelled and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
-    masked = images.has_masks
-    transform = masked_transform(augment, plain) if masked else Labelled(train_transform(augment, plain))
+    transform = Labelled(train_transform(augment, plain)) if labelled else masked_transform(augment, plain)
     return TransformedImages(images, transform, random=any(augment.model_dump().values()))
 
 
@@ -205,7 +206,7 @@ class Data:
     # as for validation; `alone`: all for rank 0. A longer calibration begins with the batches of a shorter one.
     calibration: Callable[..., Loader]
     classes: list[str]  # the name of each label
-    has_masks: bool  # each image has a label for each pixel
+    kind: Kind  # what the data set says of each image
     image_shape: tuple[int, int, int]  # 3, height, width
     preprocessing: Preprocessing  # what validation does to an image
     contents: dict[str, dict[str, int | str]]  # for `train` and `val` the number of images, and their `digest`
@@ -228,9 +229,9 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     contents: dict[str, dict[str, int | str]] = {
         split: {"images": len(images), "digest": images.digest()} for split, images in (("train", train), ("val", val))
     }
-    if isinstance(val, ImageArray) and not val.has_masks:
+    if isinstance(val, ImageArray) and val.kind == "labels":
         val = ImageArray(resized_up_front(val.images, preprocessing.resize_size), val.labels)
-    if isinstance(train, ImageArray) and not (train.has_masks or config.augment.random_resized_crop):
+    if isinstance(train, ImageArray) and train.kind == "labels" and not config.augment.random_resized_crop:
         train = ImageArray(resized_up_front(train.images, preprocessing.resize_size), train.labels)
     train_view = training_view(train, config, preprocessing, device)
     val_view, calibration_view = (plain_view(images, AugmentConfig(), preprocessing) for images in (val, train))
@@ -249,7 +250,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         val=make(val_view, EpochOrder(range(len(val))), config.eval_batch_size or 2 * config.batch_size),
         calibration=calibration,
         classes=dataset.classes,
-        has_masks=train.has_masks,
+        kind=train.kind,
         image_shape=(3, config.image_size, config.image_size),
         preprocessing=preprocessing,
         contents=contents,
