@@ -65,7 +65,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
     from qat.training.model import build_model, prepare_model
     from qat.training.run import checkpoint, folder
-    from qat.training.task import score_of
+    from qat.training.tasks.known import score_of
 
     if not path.exists():
         raise UserError(f"'{path}' does not exist{looked_in(path)}")

@@ -61,7 +61,7 @@ def run(given: argparse.Namespace) -> int:
         agreement[DEFAULT] = None
         if opened.path.is_dir():
             images = next(iter(opened.data(given.overrides).val))[0]
-            exact, default = (opened.engine(runtime, exact=way)(images).argmax(1) for way in (True, False))
+            exact, default = (opened.task.classes(opened.engine(runtime, exact=way)(images)) for way in (True, False))
             agreement[DEFAULT] = float((exact == default).double().mean())
     with tempfile.TemporaryDirectory(prefix="qat_benchmark_") as folder:
         models = dict.fromkeys(("integers", *agreement), path)

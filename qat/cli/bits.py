@@ -24,6 +24,7 @@ from qat.training.data.loaders import Data
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.folder import FLOAT_WEIGHTS, RESOLVED_CONFIG, write_text
 from qat.training.run.logging import progress_bar
+from qat.training.tasks.known import CLASSIFICATION
 
 EXAMPLE = "python -m qat bits runs/resnet_int8 --choices 2,4,8 --size 4"
 FILE = "bits.yaml"
@@ -50,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
         raise UserError("bits: no budget; give --size 4, --bops 4 or --drop 0.5")
     opened = open_run(given.run_path, given.model)
     folder = opened.folder
-    if opened.config.task.dims > 2:
+    if opened.config.task is not CLASSIFICATION:
         raise UserError(f"bits: is for classifiers; RUN: '{opened.path}' is for {opened.config.task.name}")
     config = load_config(str(folder / RESOLVED_CONFIG), given.overrides)
     tensors = ("weight",) if given.bops is None and given.drop is None else ("weight", "activation")

@@ -14,7 +14,7 @@ from qat.training.config.file import flat
 from qat.training.errors import UserError
 from qat.training.run.folder import Json, read_summary
 from qat.training.run.report import ROWS
-from qat.training.task import score_of, task_in
+from qat.training.tasks.known import score_of, task_in
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
 PLACE = {"run_dir", "resume"}  # the place of a run, no part of what it does

@@ -39,7 +39,7 @@ def _runtimes(text: str) -> list[str]:
 
 def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
-    data, task = opened.data(given.overrides), opened.config.task
+    data, task = opened.data(given.overrides), opened.task
     asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has(name)]
     ways = [(name, exact) for name in asked for exact in ((True, False) if default_differs(name) else (True,))]
     found = {f"{name}{'' if exact else ', default session'}": opened.engine(name, exact=exact) for name, exact in ways}
@@ -52,14 +52,14 @@ def run(given: argparse.Namespace) -> int:
                 started = time.perf_counter()
                 scores = engine(images)
                 seconds += time.perf_counter() - started
-                answers.append(scores.argmax(1))
+                answers.append(task.classes(scores))
                 counts.append(task.counts(scores, truth))
                 images_seen += len(truth)
         answered = torch.cat(answers)
         first = answered if first is None else first
         results.append({
             "runtime": name,
-            task.metric: task.score(torch.stack(counts).sum(0)),
+            task.metric: task.score(task.merged(counts)).value,
             "images": images_seen,
             "images_per_second": images_seen / seconds,
             "same_answers": float((answered == first).double().mean()),

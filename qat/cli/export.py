@@ -13,7 +13,7 @@ import qat
 from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
 from qat.cli.runtimes import TFLITE
 from qat.cli.verify import compared, is_other, sentences
-from qat.export.agreement import Pair
+from qat.export.agreement import Pair, output_tensors
 from qat.export.exporter import Format
 from qat.export.litert.firmware import arena_bytes, vela_estimate, write_c_array, write_multipliers
 from qat.export.onnx.operators import OPSET, OPSETS
@@ -139,7 +139,7 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
     if data is None:
         print("not proven (--no-proof)")
         return 0
-    found, layers, behind = compared(path, model, data.val, "litert")
+    found, layers, behind = compared(path, model, data.val, "litert", opened.task.has_classes)
     print("\n".join(sentences(found, layers, behind, "litert")))
     if not is_other(layers, behind, "litert"):
         return 0
@@ -150,14 +150,15 @@ def _export_litert(given: argparse.Namespace, opened: Run, path: Path) -> int:
 # ONNX Runtime's answers to pixels, against torch's to what the file makes of them.
 def _prove_pixels(opened: Run, path: Path, batches: Iterable[Batch]) -> int:
     engine, model, kept = Run(path).engine("onnxruntime"), opened.quantized, opened.transform.preprocessing
-    task = opened.config.task
+    task = opened.task
 
     def answer(batch: Batch) -> tuple[Tensor, Pair]:
-        return opened.as_pixels(batch[0]), ([in_torch(model, batch[0], task)], [engine(batch[0])], None)
+        ours, theirs = output_tensors(in_torch(model, batch[0], task)), output_tensors(engine(batch[0]))
+        return opened.as_pixels(batch[0]), (ours, theirs, None)
 
     comparison, normalize = LayerComparison(path, model), ToInput(kept.mean, kept.std)
     comparison.model.register_forward_pre_hook(lambda _, given: (normalize(given[0].permute(0, 3, 1, 2)),))
-    found = explained(batches, answer, comparison.follow)
+    found = explained(batches, answer, comparison.follow, classes=task.has_classes)
     equal = f"{100 * (1 - found.differing / found.predictions):.2f} % of {found.predictions:,} predictions are equal"
     print(f"ONNX Runtime, from pixels: {equal}" + ("" if found.explained else "; what differs is not rounding"))
     return int(not found.explained)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ from qat.training.run.folder import (
     read_summary,
     write_text,
 )
-from qat.training.task import CLASSIFICATION, Task
+from qat.training.tasks.known import CLASSIFICATION, TASKS
+from qat.training.tasks.task import Task
 
 WRITERS = {
     MODEL: "train.py writes it with resume=auto export.onnx=true",
@@ -80,7 +81,7 @@ def check_folder_of(option: str, path: Path) -> None:
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 
 
-Engine: TypeAlias = Callable[[Tensor], Tensor]  # from images (N, 3, H, W) float32 to scores (N, classes)
+Engine: TypeAlias = Callable[[Tensor], Any]  # from images (N, 3, H, W) float32 to the answers of the task
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,14 @@ class Run:
         return load_config(str(self.folder / RESOLVED_CONFIG))
 
     @cached_property
+    def task(self) -> Task:
+        """What the model has learned; that of boxes needs the folder, to decode them."""
+        if self.path.is_dir():
+            task = self.config.task
+            return task if task is CLASSIFICATION else task.bound(self.quantized)
+        return next(task for task in TASKS if task.name == self.about.get("task", CLASSIFICATION.name))
+
+    @cached_property
     def quantized(self) -> nn.Module:
         given = self._build() if ":" in self.config.model.name else None  # `qat.load` imports no user's code
         with warnings.catch_warnings(), value_errors_reported("RUN: "):
@@ -151,16 +160,17 @@ class Run:
 
     def engine(self, runtime: str, *, exact: bool = True) -> Engine:
         """Return the model in a runtime; `float` is the float model, in torch."""
+        task = self.task
         if runtime in RUNTIMES:
             session = open_file(self.file(runtime), runtime, exact=exact)
 
-            def run(images: Tensor) -> Tensor:
+            def run(images: Tensor) -> Any:
                 given = self.as_pixels(images) if session.pixels else images.contiguous()
-                return torch.from_numpy(session.run(given.numpy()))
+                return task.answers([torch.from_numpy(each) for each in session.run(given.numpy())], images)
 
             return run
         model = self.float_model if runtime == "float" else self.quantized
-        return lambda images: in_torch(model, images, self.config.task)
+        return lambda images: in_torch(model, images, task)
 
     def as_pixels(self, images: Tensor) -> Tensor:
         """Return the uint8 pixels (N, H, W, 3) of normalised images (N, 3, H, W)."""
@@ -223,6 +233,6 @@ def open_run(path: str, builder: str | None = None) -> Run:
     return Run(file, builder)
 
 
-def in_torch(model: nn.Module, images: Tensor, task: Task = CLASSIFICATION) -> Tensor:
+def in_torch(model: nn.Module, images: Tensor, task: Task = CLASSIFICATION) -> Any:
     with torch.no_grad():
-        return task.split_output(model(images), len(images))[0].float()
+        return task.answers(model(images), images)

@@ -19,7 +19,7 @@ from qat.training.errors import UserError
 from qat.training.run.folder import MODEL
 
 Array = npt.NDArray[Any]
-Opened = tuple[Callable[[Array], Array], list[str], list[tuple[int, ...]]]
+Opened = tuple[Callable[[Array], list[Array]], list[str], list[tuple[int, ...]]]
 TFLITE = "model.tflite"
 
 # Property of OpenVINO's CPU plugin: compute on floats that lie on the grids. Its integer kernels (oneDNN's) add pairs
@@ -52,7 +52,7 @@ class Session:
 
     shape: tuple[int, ...]  # of the input; 0 for a free axis
     pixels: bool  # the input is uint8
-    run: Callable[[Array], Array]
+    run: Callable[[Array], list[Array]]
 
 
 def default_differs(runtime: str) -> bool:
@@ -83,7 +83,7 @@ def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0)
         named = " and ".join(f"{len(shape)}-D {kind}" for kind, shape in zip(kinds, shapes, strict=True))
         raise UserError(f"{path}: takes {named}; this is for files of one input of images, 4-D float32 or uint8")
 
-    def run(images: Array) -> Array:
+    def run(images: Array) -> list[Array]:
         try:
             return compute(images)
         except Exception as error:
@@ -95,7 +95,7 @@ def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0)
 def _in_onnxruntime(path: Path, exact: bool, threads: int) -> Opened:
     session = open_session(path, exact=exact, threads=threads)
     name = session.get_inputs()[0].name
-    return lambda images: np.asarray(session.run(None, {name: images})[0]), *_inputs(path)
+    return lambda images: [np.asarray(each) for each in session.run(None, {name: images})], *_inputs(path)
 
 
 def _in_openvino(path: Path, exact: bool, threads: int) -> Opened:
@@ -103,7 +103,7 @@ def _in_openvino(path: Path, exact: bool, threads: int) -> Opened:
     options |= dict([EXACT_IN_OPENVINO]) if exact and needs_option() else {}
     options |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
     compiled = _core().compile_model(str(path), "CPU", options)
-    return lambda images: np.array(compiled(images)[0]), *_inputs(path)
+    return lambda images: [np.array(each) for each in compiled(images).values()], *_inputs(path)
 
 
 def _in_litert(path: Path, engine: str, threads: int) -> Opened:
@@ -113,7 +113,7 @@ def _in_litert(path: Path, engine: str, threads: int) -> Opened:
     kinds = ["float32" if each.type == 0 or each.quantization is not None else f"type {each.type}" for each in inputs]
     shapes = [tuple(map(int, each.shape)) for each in inputs]
     turned = [(n, *rest[-1:], *rest[:-1]) for n, *rest in shapes]
-    return lambda images: file(torch.from_numpy(images))[0].numpy(), kinds, turned
+    return lambda images: [each.numpy() for each in file(torch.from_numpy(images))], kinds, turned
 
 
 def _inputs(path: Path) -> tuple[list[str], list[tuple[int, ...]]]:

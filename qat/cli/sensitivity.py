@@ -26,6 +26,7 @@ from qat.training.report.findings import ReportedRun, change_of, stands_out
 from qat.training.report.page import write_report
 from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
+from qat.training.tasks.known import CLASSIFICATION
 
 EXAMPLE = "python -m qat sensitivity runs/resnet_int8"
 BITS = 8  # suggested for a layer that stands out with fewer
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
-    if opened.config.task.dims > 2:
+    if opened.config.task is not CLASSIFICATION:
         raise UserError(f"sensitivity: is for classifiers; RUN: '{opened.path}' is for {opened.config.task.name}")
     # A limit above the split's size would only warn.
     there = (read_summary(opened.folder) or {}).get("val_images", math.inf)

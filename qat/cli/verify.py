@@ -55,7 +55,9 @@ def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
     batches = FirstBatches(opened.data(given.overrides).val, given.batches)
     path, default = opened.file(given.runtime), given.default_session
-    found, layers, behind = compared(path, opened.quantized, batches, given.runtime, default_session=default)
+    found, layers, behind = compared(
+        path, opened.quantized, batches, given.runtime, opened.task.has_classes, default_session=default
+    )
     print("\n".join(sentences(found, layers, behind, given.runtime)))
     if differing := [layer for layer in layers if layer.differing]:
         beyond = [layer for layer in differing if _beyond(layer, given.runtime)]
@@ -76,7 +78,13 @@ def run(given: argparse.Namespace) -> int:
 
 
 def compared(
-    path: Path, model: nn.Module, batches: Iterable[Batch], runtime: str, *, default_session: bool = False
+    path: Path,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    runtime: str,
+    classes: bool,
+    *,
+    default_session: bool = False,
 ) -> tuple[Verification, list[LayerDifference], Differences | None]:
     """Compare answers on all batches, and integers on the first; explain differences."""
     (images, labels), engine = next(iter(batches)), RUNTIMES[runtime].engine
@@ -84,11 +92,13 @@ def compared(
     option: dict[str, Any] = {"engine": engine} if engine else {"default_session": default_session}
     verify, compare = (qat.verify_litert, compare_litert_layers) if engine else (qat.verify_onnx, compare_layers)
     with value_errors_reported(f"{path}: "):
-        found, layers = verify(path, model, batches, **option), compare(path, model, images, **option)
+        found, layers = verify(path, model, batches, classes=classes, **option), compare(path, model, images, **option)
         if labels.dim() > 1:  # of masks it is a share of pixels, of those that do not count too
             found = replace(found, torch_top1=None, onnx_top1=None)
         few = allowed_of(found.samples) + 1
-        behind = None if found.is_right else explain_differences(path, model, batches, enough=few, **option)
+        behind = (
+            None if found.is_right else explain_differences(path, model, batches, enough=few, classes=classes, **option)
+        )
     return found, layers, behind
 
 

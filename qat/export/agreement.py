@@ -72,7 +72,7 @@ def answers(caller: str, run: Run, model: torch.nn.Module, batch: Batch) -> tupl
     return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
 
 
-def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
+def judge(pairs: list[Pair], float_convolutions: int = 0, classes: bool = True) -> Verification:
     """Compare the outputs of all batches."""
     if not pairs:
         raise ValueError("verify_onnx: batches is empty; at least one batch is needed to compare anything")
@@ -87,24 +87,24 @@ def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
     largest = torch.stack([(a.double() - b.double()).abs().max() for both in compared for a, b in both])
     return Verification(
         samples=sum(len(expected[0]) if expected[0].dim() else 1 for expected, _, _ in pairs),
-        agreement=min(equal_predictions(both).double().mean().item() for both in compared),
+        agreement=min(equal_predictions(both, classes).double().mean().item() for both in compared),
         torch_top1=_top1(pairs, 0),
         onnx_top1=_top1(pairs, 1),
         max_difference=largest.max().item(),
         float_convolutions=float_convolutions,
-        close=min(close_predictions(both).double().mean().item() for both in compared),
+        close=min(close_predictions(both, classes).double().mean().item() for both in compared),
     )
 
 
-def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
+def equal_predictions(both: list[tuple[Tensor, Tensor]], classes: bool = True) -> Tensor:
     """Return a flat mask over all batches: the predictions of one output are equal."""
-    if not _has_classes(both[0][0]):
-        return close_predictions(both)
+    if not (classes and _has_classes(both[0][0])):
+        return close_predictions(both, classes)
     same = [(a.argmax(1) == b.argmax(1)) & a.isfinite().all(1) & b.isfinite().all(1) for a, b in both]
     return torch.cat([each.flatten() for each in same])
 
 
-def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
+def close_predictions(both: list[tuple[Tensor, Tensor]], classes: bool = True) -> Tensor:
     """Return a mask of right predictions: equal integers, or within `TOLERANCE`."""
     first = both[0][0]
     if not first.is_floating_point():
@@ -113,7 +113,7 @@ def close_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
     span = known.max() - known.min() if known.numel() else 0.0
     allowed = torch.as_tensor(TOLERANCE * span).clamp(min=ROUNDING * known.abs().max() if known.numel() else 0.0)
     close = [(a.double() - b.double()).abs() <= allowed for a, b in both]  # false for NaN and infinities
-    return torch.cat([(each.all(1) if _has_classes(first) else each).flatten() for each in close])
+    return torch.cat([(each.all(1) if classes and _has_classes(first) else each).flatten() for each in close])
 
 
 def _has_classes(output: Tensor) -> bool:

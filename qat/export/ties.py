@@ -59,6 +59,7 @@ def explain_differences(
     enough: int | None = None,
     default_session: bool = False,
     engine: str | None = None,
+    classes: bool = True,
 ) -> Differences:
     """Find out why a file's answers differ: near-ties, or another function.
 
@@ -74,7 +75,7 @@ def explain_differences(
     A runtime that computes another function fails the first or the last.
 
     Args:
-        path, model, batches, default_session: as for `qat.verify_onnx`.
+        path, model, batches, default_session, classes: as for `qat.verify_onnx`.
         enough: stop after the batch with which so many predictions are unexplained; None: look at all batches.
         engine: what runs a .tflite file, as for `verify_litert`; it may round any integer to its neighbour.
 
@@ -95,7 +96,7 @@ def explain_differences(
     # Engines of .tflite files round in fixed point: one level off is no other function.
     answer, levels = partial(answers, "explain_differences", run, model), None if engine is None else 1
     with evaluating(model), torch.no_grad():
-        return explained(given, answer, follow, enough, levels, fused)
+        return explained(given, answer, follow, enough, levels, fused, classes)
 
 
 def explained(
@@ -105,6 +106,7 @@ def explained(
     enough: int | None = None,
     levels: int | None = None,
     fused: Fused | None = None,
+    classes: bool = True,
 ) -> Differences:
     """Explain the differences of any runtime.
 
@@ -116,18 +118,18 @@ def explained(
     for batch in batches:
         inputs, (ours, theirs, _) = answer(batch)
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.numel()]  # others have no predictions
-        off = unexplained = [~each for each in _right(pairs)]
+        off = unexplained = [~each for each in _right(pairs, classes)]
         if any(bool(each.any()) for each in off):
             found, followed = follow(inputs)
             layers = _sums([*layers, *found])
             wrong = [each.beyond_ties if levels is None else each.largest > levels for each in found]
             if not any(wrong) and any(each.differing for each in found):
-                known = _right(both for both in followed if both[0].numel())
-                same = _right((read, b) for (_, read), b in zip(followed, theirs, strict=True) if b.numel())
+                known = _right([both for both in followed if both[0].numel()], classes)
+                same = _right([(read, b) for (_, read), b in zip(followed, theirs, strict=True) if b.numel()], classes)
                 unexplained = [each & ~(a & b) for each, a, b in zip(off, known, same, strict=True)]
             if fused is not None and any(bool(each.any()) for each in unexplained):
                 layers = _sums([*layers, *fused(inputs, [read for _, read in followed])])
-        differ = [~equal_predictions([both]) for both in pairs]
+        differ = [~equal_predictions([both], classes) for both in pairs]
         new = [[a.numel(), int(a.sum()), int(b.sum())] for a, b in zip(differ, unexplained, strict=True)]
         counts = torch.tensor(new) if counts is None else counts + torch.tensor(new)
         if enough is not None and int(counts[:, 2].max()) >= enough:
@@ -140,8 +142,8 @@ def explained(
     return Differences(predictions, differing, unexplained, layers)
 
 
-def _right(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    return [equal_predictions([both]) & close_predictions([both]) for both in pairs]
+def _right(pairs: list[tuple[Tensor, Tensor]], classes: bool) -> list[Tensor]:
+    return [equal_predictions([both], classes) & close_predictions([both], classes) for both in pairs]
 
 
 def _sums(layers: list[LayerDifference]) -> list[LayerDifference]:

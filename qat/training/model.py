@@ -13,8 +13,11 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +45,8 @@ from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.ranks import share_state
 from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 from qat.training.run.logging import on_terminal
-from qat.training.task import CLASSIFICATION, TASKS, Kind, task_of
+from qat.training.tasks.known import CLASSIFICATION, SEGMENTATION, TASKS, task_of
+from qat.training.tasks.task import Kind
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -66,6 +70,7 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
         model = _timm_model(config, classes, with_weights)
     else:
         model = _torchvision_model(config, classes, with_weights)
+    model = task_of(config.name, config.task).network(model)
     if config.checkpoint is not None and with_weights:
         load_weights(model, config.checkpoint, config.name)
     if any(isinstance(module, Quantizer) for module in model.modules()):
@@ -93,20 +98,60 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
             ) from error
     # torchvision loads weights only into a model with their number of classes: its classifier is replaced afterwards.
     built = classes if weights is None else len(weights.meta["categories"])
+    task = task_of(config.name, None)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nullcontext() if with_weights else _no_file_read():
             # GoogLeNet and Inception announce a new default of init_weights, which users can set in kwargs.
             warnings.simplefilter("ignore", FutureWarning)
+            arguments = {**task.builder_arguments, **config.kwargs}
             model: nn.Module = torchvision.models.get_model(
-                config.name, num_classes=built, **_arguments(config, weights, with_weights)
+                config.name, num_classes=built, weights=weights, **arguments
             )
+            if weights is not None and built != classes:
+                fresh = torchvision.models.get_model(config.name, num_classes=classes, **_structure(config, weights))
+                names = _take_classifiers(model, fresh)
+                if with_weights:
+                    said = "model.weights: %s has %d classes; %s is new, with %d"
+                    logger.info(said, config.weights, built, ", ".join(names), classes)
     except Exception as error:  # the cause can only be the user's kwargs
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
-    if built != classes:
-        name = _replace_classifiers(model, classes, built if task_of(config.name, None).dims > 2 else None)
-        if with_weights:
-            logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
     return model
+
+
+@contextmanager
+def _no_file_read() -> Iterator[None]:
+    # Builders change more than values where weights are given: auxiliary heads, epsilons, frozen BatchNorms.
+    from torchvision.models import WeightsEnum
+
+    unread: Any = patch.object(WeightsEnum, "get_state_dict", lambda *args, **kwargs: {})
+    with unread, patch.object(nn.Module, "load_state_dict", lambda *args, **kwargs: None):
+        yield
+
+
+def _structure(config: ModelConfig, weights: "WeightsEnum") -> dict[str, Any]:
+    # What weights change of a builder's arguments.
+    task = task_of(config.name, None)
+    arguments = {**task.builder_arguments, **config.kwargs}
+    if config.name in ("googlenet", "inception_v3"):
+        return {**arguments, "init_weights": False}
+    if config.name.startswith("vit_"):
+        return {**arguments, "image_size": weights.meta["min_size"][0]}
+    return {**arguments, "aux_loss": True} if task is SEGMENTATION and config.name != LRASPP else arguments
+
+
+def _take_classifiers(model: nn.Module, fresh: nn.Module) -> list[str]:
+    """Take over from a new model what depends on the number of classes; return the layers' names."""
+    names = []
+    for name, module in model.named_modules():
+        other = fresh.get_submodule(name)
+        for key, value in vars(other).items():  # out_features, num_classes
+            if type(value) is int and vars(module).get(key) != value:
+                setattr(module, key, value)
+        for key, parameter in list(other.named_parameters(recurse=False)):
+            if parameter.shape != getattr(module, key).shape:
+                setattr(module, key, parameter)
+                names += [name] if name not in names else []
+    return names
 
 
 def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Module:
@@ -128,21 +173,6 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     return model
 
 
-def _arguments(config: ModelConfig, weights: "WeightsEnum | None", with_weights: bool) -> dict[str, Any]:
-    # A segmenter would download its backbone's weights unasked.
-    backbone = {"weights_backbone": None} if task_of(config.name, None).dims > 2 else {}
-    if weights is None or with_weights:
-        return {"weights": weights, **backbone, **config.kwargs}
-    if backbone:  # with weights, the builders add an auxiliary head
-        return {**backbone, **({"aux_loss": True} if config.name != LRASPP else {}), **config.kwargs}
-    if config.name in ("googlenet", "inception_v3"):
-        changed = {"aux_logits": config.name == "inception_v3", "transform_input": True}
-        return {**changed, **config.kwargs, "init_weights": False}
-    if config.name.startswith("vit_"):
-        return {**config.kwargs, "image_size": weights.meta["min_size"][0]}
-    return config.kwargs
-
-
 def _weights(name: str, wanted: str) -> "WeightsEnum":
     import torchvision
 
@@ -153,21 +183,6 @@ def _weights(name: str, wanted: str) -> "WeightsEnum":
     if key not in usable:
         raise UserError(f"model.weights: {name} has no '{wanted}'; it has {', '.join(sorted(usable))}")
     return known[key]
-
-
-def _replace_classifiers(model: nn.Module, classes: int, built: int | None) -> str:
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Conv2d)]
-    # A segmenter has several, of its auxiliary head and its two scales.
-    replaced = [(name, each) for name, each in layers if getattr(each, "out_channels", 0) == built] or layers[-1:]
-    for name, old in replaced:
-        bias = old.bias is not None
-        if isinstance(old, nn.Conv2d):  # 1 x 1
-            new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
-        else:
-            new = nn.Linear(old.in_features, classes, bias=bias)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, new)
-    return ", ".join(name for name, _ in replaced)
 
 
 def _users_model(config: ModelConfig, classes: int) -> nn.Module:
@@ -348,13 +363,13 @@ def check_forward(
     device, task = model_device(model), config.task
     try:
         with evaluating(model), torch.no_grad():
-            output = model(torch.zeros(2, *image_shape, device=device))
+            output = model(images := torch.zeros(2, *image_shape, device=device))
     except Exception as error:  # user code, or an operation for which the image is too small
         raise UserError(
             f"model: {config.model.name} does not run on 2 images of {image_shape} ({reason(error)});"
             " another data.image_size?"
         ) from error
-    if kind != ("masks" if task.dims > 2 else "labels"):
+    if kind != task.kind:
         what = {"labels": "a class for each image", "masks": "a class for each pixel", "boxes": "boxes"}[kind]
         raise UserError(
             f"data.name: {config.data.name} has {what}, and {config.model.name} is for {task.name}; choose another data"
@@ -362,16 +377,16 @@ def check_forward(
         )
     for key, stage in (("float", config.float), ("qat", config.qat)):
         given = [name for name in ("mixup_alpha", "cutmix_alpha", "distillation") if getattr(stage, name, None)]
-        if task.dims > 2 and given:
+        if task is not CLASSIFICATION and given:
             raise UserError(f"{key}.{given[0]}: is for classification; leave it out for {task.name}")
     if config.export.onnx and task is CLASSIFICATION and not isinstance(output, torch.Tensor):
         raise UserError(
             f"model: {config.model.name} returns {type(output).__name__}, and ONNX export needs a tensor of logits;"
             " return that, or set export.onnx=false"
         )
-    logits, _ = task.split_output(output, 2)
-    if logits.shape[1] < classes:
-        raise UserError(f"model: {config.model.name} has {logits.shape[1]} outputs, the data set {classes} classes")
+    outputs = task.class_count(task.answers(output, images))
+    if outputs < classes:
+        raise UserError(f"model: {config.model.name} has {outputs} outputs, the data set {classes} classes")
 
 
 def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:

@@ -14,7 +14,7 @@ from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop import evaluation
 from qat.training.loop.evaluation import EPOCH_OFFSET, Evaluation, evaluate, settle_statistics, warnings_about
-from qat.training.task import CLASSIFICATION
+from qat.training.tasks.known import CLASSIFICATION
 from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
 

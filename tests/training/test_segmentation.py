@@ -16,7 +16,8 @@ from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
 from qat.training.run.folder import read_summary
 from qat.training.script import run
-from qat.training.task import CLASSIFICATION, IGNORED, SEGMENTATION, task_of
+from qat.training.tasks.known import CLASSIFICATION, SEGMENTATION, task_of
+from qat.training.tasks.labels import IGNORED
 
 
 def test_mean_iou_is_an_independent_count() -> None:

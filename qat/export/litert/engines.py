@@ -114,13 +114,18 @@ def _as_torch(values: Array, end: Any, codes: bool) -> Tensor:
 
 @in_full_precision
 def verify_litert(
-    path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, engine: str = "xnnpack"
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    batches: Iterable[Batch],
+    *,
+    engine: str = "xnnpack",
+    classes: bool = True,
 ) -> Verification:
     """Run a file over the batches and compare its answers with the model's.
 
     Args:
         path: the file of `export_litert`.
-        model, batches: as for `verify_onnx`.
+        model, batches, classes: as for `verify_onnx`.
         engine: "xnnpack" (LiteRT's default), "reference" (its reference kernels) or "micro" (TensorFlow Lite Micro).
 
     Raises:
@@ -130,7 +135,7 @@ def verify_litert(
     given, run = as_batches(verify_litert, model, batches), TorchFile(Path(path).read_bytes(), engine)
     check_finite(model, "verify_litert")
     with evaluating(model), torch.no_grad():
-        return judge([answers("verify_litert", run, model, batch)[1] for batch in given])
+        return judge([answers("verify_litert", run, model, batch)[1] for batch in given], classes=classes)
 
 
 @in_full_precision

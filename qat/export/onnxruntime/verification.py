@@ -32,7 +32,12 @@ NUMBER = re.compile(r"\.\d+$")
 
 @in_full_precision
 def verify_onnx(
-    path: str | os.PathLike[str], model: nn.Module, batches: Iterable[Batch], *, default_session: bool = False
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    default_session: bool = False,
+    classes: bool = True,
 ) -> Verification:
     """Run the file in ONNX Runtime over batches, and compare it with the model.
 
@@ -42,6 +47,7 @@ def verify_onnx(
         batches: as for `calibrate`; labels that are a tensor of classes give `torch_top1` and `onnx_top1`.
         default_session: multiply as a session without options does, which is not exact on x86 without VNNI; false:
             multiply exactly on every processor.
+        classes: axis 1 of outputs holds classes, where there is one; false: every value is a prediction, as of boxes.
 
     Raises:
         TypeError: if the path is not a path, the model no module, or a batch none.
@@ -55,7 +61,7 @@ def verify_onnx(
     with evaluating(model), torch.no_grad():
         pairs = [answers("verify_onnx", run, model, batch)[1] for batch in given]
     operators = optimized_operators(path, exact=not default_session)
-    return judge(pairs, sum(operators[name] for name in FLOAT_CONVOLUTIONS))
+    return judge(pairs, sum(operators[name] for name in FLOAT_CONVOLUTIONS), classes)
 
 
 @in_full_precision

@@ -24,7 +24,8 @@ from qat.training.config.stages import (
     SpecConfig,
     StageConfig,
 )
-from qat.training.task import Task, task_of
+from qat.training.tasks.known import task_of
+from qat.training.tasks.task import Task
 
 DATASETS = (
     "digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake", "canvases",

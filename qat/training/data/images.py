@@ -15,7 +15,8 @@ from torch import Tensor
 from qat.text import first_line
 from qat.training.data.transforms import Channels, Picture, Preprocessing, pixels_of
 from qat.training.errors import UserError, looked_in, problems_of
-from qat.training.task import IGNORED, Kind
+from qat.training.tasks.labels import IGNORED
+from qat.training.tasks.task import Kind
 
 HALF: Channels = (0.5, 0.5, 0.5)
 

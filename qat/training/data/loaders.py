@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from qat.collectives import rank, rank_count
@@ -31,7 +32,7 @@ from qat.training.data.transforms import (
 )
 from qat.training.errors import UserError
 from qat.training.ranks import ranks_here
-from qat.training.task import Kind
+from qat.training.tasks.task import Kind
 
 logger = logging.getLogger("qat")
 
@@ -156,7 +157,7 @@ class RankBatches(Sampler[list[SampleKey]]):
 
 
 class Loader:
-    """Batches of images (N, 3, H, W) and labels (N,), shared as in `RankBatches`."""
+    """Batches of images (N, 3, H, W) and labels, as `Task` has them, shared as in `RankBatches`."""
 
     def __init__(
         self,
@@ -269,5 +270,10 @@ def _limited(images: Images, limit: int | None, split: str) -> Images:
 
 
 def _collate(samples: list[Sample] | Batch, channels_last: bool) -> Batch:
-    images, labels = samples if isinstance(samples, tuple) else map(torch.stack, zip(*samples, strict=True))
+    if isinstance(samples, tuple):
+        images, labels = samples
+    else:
+        stacked, each = zip(*samples, strict=True)
+        images, boxes = torch.stack(stacked), each[0].is_floating_point()
+        labels = pad_sequence(list(each), batch_first=True, padding_value=-1.0) if boxes else torch.stack(each)
     return images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format), labels

@@ -13,7 +13,7 @@ from qat.training.config.schema import AugmentConfig
 from qat.training.data.images import MaskFiles
 from qat.training.data.transforms import Picture, Preprocessing, ToInput
 from qat.training.errors import UserError, looked_in
-from qat.training.task import IGNORED
+from qat.training.tasks.labels import IGNORED
 
 WITHOUT_MASKS = ("trivial_augment", "random_erasing", "cutout")
 """Augmentations that would leave the mask where it was, or label what is erased."""

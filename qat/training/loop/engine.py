@@ -5,7 +5,6 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.analysis.state import not_finite
@@ -85,7 +84,7 @@ class Training:
     """Everything that updates the weights of a stage, and is saved with them."""
 
     def __init__(self, run: StageRun) -> None:
-        self.run = run
+        self.run, self.task = run, run.config.task.bound(run.model)
         self.optimizer = build_optimizer(run.model, run.stage)
         self.schedule = build_schedule(self.optimizer, run.stage, run.steps_per_epoch)
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
@@ -268,7 +267,8 @@ class Training:
         """Add a batch's share to the gradients; return as `step`, without a norm."""
         total, loss, output, added = self.total_of(batch, self.forward)
         self.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
-        correct = self.run.config.task.correct(output[LOGITS].detach(), batch[1])
+        with torch.no_grad():
+            correct = self.task.correct(output[LOGITS], batch[1])
         # The curve is of the task's loss, to compare rules by; but a penalty that is not finite must end the run.
         shown = torch.where(total.isfinite(), loss, total).detach()
         parts = [value.detach().to(loss.dtype) * share for value in added.values()]
@@ -284,19 +284,13 @@ class Training:
 
     def loss_of(self, batch: Batch, forward: Forward | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the task's loss, and the logits with features for a distillation."""
-        (images, labels), task = batch, self.run.config.task
+        images, labels = batch
         products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
         with autocast(self.run.device, self.run.config.amp), products:
             output = (self.run.model if forward is None else forward)(images)
         watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
-        logits, auxiliary = task.split_output(watched[LOGITS], len(labels))
-        if labels.dim() == 2:  # mixed labels; the model may have more outputs than the data have classes
-            labels = F.pad(labels, (0, logits.shape[1] - labels.shape[1]))
-        smoothing = self.run.stage.label_smoothing
-        loss = task.loss(logits.float(), labels, smoothing)
-        for side in auxiliary:
-            loss = loss + task.auxiliary_weight * task.loss(side.float(), labels, smoothing)
-        return loss, {**watched, LOGITS: logits}
+        loss, answers = self.task.training_loss(watched[LOGITS], images, labels, self.run.stage.label_smoothing)
+        return loss, {**watched, LOGITS: answers}
 
 
 def _validate(run: StageRun, forward: Forward | None = None) -> Evaluation:

@@ -1,4 +1,4 @@
-"""Evaluation of a classifier on a split, its BatchNorm statistics, and warnings."""
+"""Evaluation of a model on a split, its BatchNorm statistics, and warnings."""
 
 import itertools
 import math
@@ -15,7 +15,8 @@ from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.stage import Batch, Batches, StageRun
 from qat.training.run.logging import progress_bar
-from qat.training.task import CLASSIFICATION, Task
+from qat.training.tasks.known import CLASSIFICATION
+from qat.training.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class Evaluation:
     """Results on a split."""
 
     score: float  # percent, as the task counts it
-    loss: float  # mean cross-entropy
+    loss: float  # mean over the images
     count: int  # images
     chance: float  # score of the most common label everywhere
-    by_class: tuple[float, ...] = ()  # intersection over union, of masks
+    by_class: tuple[float, ...] = ()  # of masks and boxes
 
 
 def evaluate(
@@ -45,7 +46,7 @@ def evaluate(
     Each rank brings its share of the split, and all get the results of the whole.
     """
     total, images_seen = torch.zeros((), dtype=torch.float64, device=device), 0
-    counts: Tensor | None = None
+    counts, task = list[Tensor](), task.bound(model)
     # Not inference_mode: a tensor that a module keeps from it could not be used in training afterwards.
     with (
         evaluating(model),
@@ -55,18 +56,16 @@ def evaluate(
     ):
         for batch in bar:
             images, labels = to_device(batch, device, channels_last=channels_last)
-            logits = task.split_output((forward or model)(images), len(labels))[0].float()
-            total += task.total_loss(logits, labels).double()
-            found = task.counts(logits, labels)
-            counts = found if counts is None else counts + found
+            answers = task.answers((forward or model)(images), images)
+            total += task.total_loss(answers, labels).double()
+            counts.append(task.counts(answers, labels))
             images_seen += len(labels)
-    ranks = of_all_ranks((float(total), images_seen, None if counts is None else counts.cpu()))
+    ranks = of_all_ranks((float(total), images_seen, task.merged(counts).cpu() if counts else None))
     count, counted = sum(seen for _, seen, _ in ranks), [each for _, _, each in ranks if each is not None]
     if not counted:
         raise UserError("data: the split to evaluate on has no images")
-    of_all = torch.stack(counted).sum(0)
-    by_class = tuple(task.by_class(of_all).tolist()) if task.dims > 2 else ()
-    return Evaluation(task.score(of_all), sum(loss for loss, *_ in ranks) / count, count, task.chance(of_all), by_class)
+    score = task.score(task.merged(counted))
+    return Evaluation(score.value, sum(loss for loss, *_ in ranks) / count, count, score.chance, score.by_class)
 
 
 def to_device(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:

@@ -95,8 +95,9 @@ def arriving(batches: Iterable[Batch], window: Callable[[], Meter]) -> Iterator[
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float, more: Mapping[str, float]) -> None:
     results = window.results
+    right, metric = results.pop("right"), run.config.task.train_metric
     curves = {
-        run.config.task.train_metric: results.pop("right"),
+        **({metric: right} if metric else {}),
         **results,
         "lr": lr,
         "data_wait": window.waited / window.seconds,
@@ -125,7 +126,9 @@ def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation
     parts = [
         f"{run.name} {epoch + 1}/{run.stage.epochs}: val {task.title} {validation.score:.2f} %,"
         f" loss {validation.loss:.3f}",
-        "train {right:.2f} %, {loss:.3f}; {images_per_second:.0f} images/s".format(**training.results),
+        (
+            "train " + "{right:.2f} %, " * bool(task.train_metric) + "{loss:.3f}; {images_per_second:.0f} images/s"
+        ).format(**training.results),
         *(left, note),
     ]
     counts = scales_at_minimum(run.model)

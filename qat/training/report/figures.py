@@ -17,7 +17,7 @@ from qat.contexts import warnings_ignored
 from qat.training.report.findings import AT_FLOOR, LAG, Points, ReportedRun
 from qat.training.run.folder import EVALUATION, SENSITIVITY
 from qat.training.run.report import ROWS, deviation_of, results_by_row
-from qat.training.task import CLASSIFICATION, score_of, task_in
+from qat.training.tasks.known import CLASSIFICATION, score_of, task_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from qat.training.config.file import flat, parse_yaml
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SENSITIVITY, SUMMARY, Json
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 from qat.training.run.report import deviation_of
-from qat.training.task import score_of
+from qat.training.tasks.known import score_of
 
 Points: TypeAlias = list[tuple[int, float]]  # (step, value), in the order of the steps
 Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and tag ("scale/conv1.weight_quantizer")

@@ -16,7 +16,7 @@ from qat.training.report.findings import ReportedRun, findings
 from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS, Json, replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.report import report_lines
-from qat.training.task import score_of, task_in
+from qat.training.tasks.known import score_of, task_in
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
 MOST_CHANGES = 12  # rows of the table of changed answers

@@ -24,7 +24,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
 from qat.training.run.folder import Json, State, replacing
-from qat.training.task import score_of
+from qat.training.tasks.known import score_of
 
 FORMAT = 1  # version of the payload; `load_checkpoint` refuses others
 PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")  # the packages whose versions are kept
@@ -200,6 +200,7 @@ def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocess
     kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
     return {
         "model": config.model.name,
+        "task": config.task.name,
         "classes": list(classes),
         **kept,
         "target": config.quantization.target,

@@ -35,7 +35,8 @@ from qat.training.loop.stage import Batches
 from qat.training.run.exit_status import is_memory_shortage
 from qat.training.run.folder import Json, replacing
 from qat.training.run.logging import RunLog
-from qat.training.task import CLASSIFICATION, Task, score_of, task_in
+from qat.training.tasks.known import CLASSIFICATION, score_of, task_in
+from qat.training.tasks.task import Task
 
 logger = logging.getLogger("qat")
 
@@ -140,19 +141,21 @@ def prove(path: Path, model: fx.GraphModule, batches: Batches, task: Task = CLAS
     saturation = find_saturation(path)
     images = next(iter(batches))[0]
     layers = compare_layers(path, model, images)
-    found = qat.verify_onnx(path, model, batches)
+    found = qat.verify_onnx(path, model, batches, classes=task.has_classes)
     results = onnx_results(found, layers, optimized_operators(path), path.stat().st_size, saturation)
     differences = None
     if not found.is_right:
-        differences = explain_differences(path, model, batches, enough=allowed_of(found.samples) + 1)
+        differences = explain_differences(
+            path, model, batches, enough=allowed_of(found.samples) + 1, classes=task.has_classes
+        )
         counts = {key: getattr(differences, key) for key in ("predictions", "differing", "unexplained")}
         results["differences"] = {**counts, "integers": _integers_results(differences.layers)}
     if not default_is_exact():
         results["default_session"] = session_results(
-            qat.verify_onnx(path, model, batches, default_session=True),
+            qat.verify_onnx(path, model, batches, default_session=True, classes=task.has_classes),
             compare_layers(path, model, images, default_session=True),
         )
-    if task is not CLASSIFICATION:
+    if task.metric not in results:
         sessions = {True: results, False: results.get("default_session")}
         for exact, answered in ((exact, each) for exact, each in sessions.items() if each):
             run = partial(run_session, open_session(path, exact=exact))

@@ -13,7 +13,7 @@ from qat.kernels.cpu import onednn, processor
 from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.run.folder import Json, write_text
-from qat.training.task import score_of, task_in
+from qat.training.tasks.known import score_of, task_in
 
 ROWS = {  # keys of the results (nested keys after a dot), and their names in the table, in its order
     "float": "float",

@@ -45,7 +45,7 @@ from qat.training.run.folder import (
 from qat.training.run.logging import RunLog, add_layout
 from qat.training.run.proof import export_and_prove
 from qat.training.run.report import describe_choice
-from qat.training.task import score_of
+from qat.training.tasks.known import score_of
 
 HOW_IT_TRAINS = (  # explains the table of `qat.explain` to a reader of layers.txt
     "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"

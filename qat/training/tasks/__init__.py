@@ -1,0 +1,1 @@
+"""Tasks that a run can learn: losses, scores, and torchvision's models for each."""

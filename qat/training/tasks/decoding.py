@@ -1,0 +1,81 @@
+"""A detector's own losses and boxes, from the outputs of the network that is quantized."""
+
+import copy
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection.image_list import ImageList
+
+Outputs: TypeAlias = dict[str, Tensor]
+"""A network's outputs by name: logits (N, anchors, classes), offsets (N, anchors, 4), centerness (N, anchors, 1)."""
+
+Found: TypeAlias = dict[str, Tensor]
+"""Boxes (n, 4) in pixels, their labels (n,) and scores (n,)."""
+
+OUTPUTS = ("cls_logits", "bbox_regression", "bbox_ctrness")
+"""Outputs of a network in their order; FCOS alone has the last."""
+
+
+class DetectionNetwork(nn.Module):
+    """Backbone and head of a one-stage detector of torchvision: from images to tensors."""
+
+    def __init__(self, detector: Any) -> None:
+        super().__init__()
+        self.backbone, self.head = detector.backbone, detector.head
+        self.decoder = Decoder(detector)
+
+    def forward(self, images: Tensor) -> Outputs:
+        found = self.head(list(self.backbone(images).values()))
+        return {name: found[name] for name in OUTPUTS if name in found}
+
+
+class Decoder:
+    """A detector without its weights, run on outputs that its network has computed.
+
+    Its own forward matches anchors, computes losses, and keeps boxes: where it calls its backbone, it gets maps without
+    values, and where it calls its head, the outputs.
+    """
+
+    def __init__(self, detector: Any) -> None:
+        self.detector = copy.deepcopy(detector).to("meta")
+        self.backbone = self.detector.backbone
+        self.detector.transform, self.detector.backbone = _Prepared(), nn.Identity()
+        self.sizes: dict[tuple[int, ...], dict[str, torch.Size]] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Decoder":
+        return self  # it has no state that a copy would change
+
+    def losses(self, outputs: Outputs, size: tuple[int, int], targets: list[Found]) -> Outputs:
+        """Return the detector's losses by name, means over the batch."""
+        losses: Outputs = self._run(self.detector.train(), outputs, size, targets)
+        return losses
+
+    def boxes(self, outputs: Outputs, size: tuple[int, int]) -> list[Found]:
+        """Return the boxes of each image, after non-maximum suppression."""
+        found: list[Found] = self._run(self.detector.eval(), outputs, size, None)
+        return found
+
+    def _run(self, detector: Any, outputs: Outputs, size: tuple[int, int], targets: list[Found] | None) -> Any:
+        first = outputs[OUTPUTS[0]]
+        if size not in self.sizes:
+            with torch.no_grad():
+                maps = self.backbone.eval()(torch.empty(1, 3, *size, device="meta"))
+            self.sizes[size] = {name: each.shape for name, each in maps.items()}
+        nothing = torch.zeros((), device=first.device)
+        maps = {name: nothing.expand(len(first), *shape[1:]) for name, shape in self.sizes[size].items()}
+        detector.backbone.forward = lambda images: maps
+        detector.head.forward = lambda features: {name: each.float() for name, each in outputs.items()}
+        try:
+            return detector([nothing.expand(3, *size)] * len(first), targets)
+        finally:
+            del detector.backbone.forward, detector.head.forward
+
+
+class _Prepared(nn.Module):
+    # In place of the detector's transform: images have the network's size already.
+    def forward(self, images: list[Tensor], targets: Any) -> tuple[ImageList, Any]:
+        return ImageList(torch.stack(images), [tuple(each.shape[1:]) for each in images]), targets
+
+    def postprocess(self, result: Any, *sizes: Any) -> Any:
+        return result

@@ -1,0 +1,129 @@
+"""Detection: boxes and their classes."""
+
+import contextlib
+import io
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qat.training.errors import UserError
+from qat.training.tasks.task import Score, Task
+
+if TYPE_CHECKING:  # it imports torchvision, which takes seconds
+    from qat.training.tasks.decoding import Decoder, Found, Outputs
+
+IMAGE, LABEL, SCORE, CROWD, BOX = 0, 1, 2, 3, slice(4, 8)
+"""Columns of counts: an image's number, a label, a score (-1 for a true box), 1 for a crowd, a box."""
+
+
+class Detection(Task):
+    """Boxes and their classes, by a one-stage detector of torchvision: SSD, SSDlite, RetinaNet, FCOS."""
+
+    name, kind, builders = "detection", "boxes", "torchvision.models.detection"
+    metric, title, train_metric = "map", "mAP", None
+    builder_arguments: ClassVar = {"weights_backbone": None}  # which would be downloaded unasked
+    has_classes = False
+
+    def __init__(self, decoder: "Decoder | None" = None) -> None:
+        self.decoder = decoder
+
+    def network(self, model: nn.Module) -> nn.Module:
+        """Return backbone and head, which know how to decode what they answer."""
+        from qat.training.tasks.decoding import DetectionNetwork
+
+        if absent := [name for name in ("backbone", "head", "anchor_generator") if not hasattr(model, name)]:
+            raise UserError(
+                f"model: {type(model).__name__} has no {absent[0]}; detection is for one-stage detectors of"
+                " torchvision, such as SSD, SSDlite, RetinaNet and FCOS, and docs/detection.md for others"
+            )
+        return DetectionNetwork(model)
+
+    def bound(self, model: nn.Module) -> "Detection":
+        return Detection(model.decoder)  # type: ignore[arg-type]
+
+    def answers(self, output: object, images: Tensor) -> "tuple[Outputs, tuple[int, int]]":
+        """Return the outputs by name, as float32, and the images' height and width."""
+        from qat.training.tasks.decoding import OUTPUTS
+
+        outputs: Any = output if isinstance(output, dict) else dict(zip(OUTPUTS, output, strict=False))  # type: ignore[call-overload]
+        return {name: each.float() for name, each in outputs.items()}, (images.shape[2], images.shape[3])
+
+    def training_loss(self, output: object, images: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Any]:
+        """Return the sum of the detector's losses, and the answers."""
+        answers = self.answers(output, images)
+        return self._loss(answers, labels), answers
+
+    def _loss(self, answers: "tuple[Outputs, tuple[int, int]]", labels: Tensor) -> Tensor:
+        assert self.decoder is not None
+        targets = []
+        for rows in labels:
+            wanted = rows[(rows[:, 0] >= 0) & (rows[:, 5] == 0)]  # a crowd is nothing to find
+            targets.append({"boxes": wanted[:, 1:5], "labels": wanted[:, 0].long()})
+        return sum(self.decoder.losses(*answers, targets).values(), start=torch.zeros((), device=labels.device))
+
+    def total_loss(self, answers: Any, labels: Tensor) -> Tensor:
+        return self._loss(answers, labels) * len(labels)
+
+    def correct(self, answers: Any, labels: Tensor) -> Tensor:
+        return torch.zeros((), device=labels.device)  # boxes that are kept would cost more than the step
+
+    def classes(self, answers: Any) -> Tensor:
+        """Return the class of each anchor."""
+        chosen: Tensor = answers[0]["cls_logits"].argmax(2)
+        return chosen
+
+    def class_count(self, answers: Any) -> int:
+        return int(answers[0]["cls_logits"].shape[2])
+
+    def boxes(self, answers: Any) -> "list[Found]":
+        """Return the boxes of each image, in pixels of the network's images."""
+        assert self.decoder is not None
+        return self.decoder.boxes(*answers)
+
+    def counts(self, answers: Any, labels: Tensor) -> Tensor:
+        """List the boxes that were found, and the true ones: float64 (rows, 8)."""
+        rows = []
+        for number, (found, true) in enumerate(zip(self.boxes(answers), labels, strict=True)):
+            true = true[true[:, 0] >= 0]
+            image, none = (torch.full((len(each), 1), float(number)) for each in (found["boxes"], true))
+            scores = torch.stack((found["labels"], found["scores"], torch.zeros_like(found["scores"])), 1).cpu()
+            rows.append(torch.cat((image, scores, found["boxes"].cpu()), 1))
+            rows.append(torch.cat((none, true[:, :1].cpu(), none * 0 - 1, true[:, 5:].cpu(), true[:, 1:5].cpu()), 1))
+        # The first row keeps how many images and classes there are.
+        head = torch.tensor([[len(labels) - 1.0, -1.0, self.class_count(answers), *[0.0] * 5]])
+        return torch.cat([head, *rows]).double()
+
+    def merged(self, counts: list[Tensor]) -> Tensor:
+        """Number the images of all batches, and return all rows."""
+        first = 0.0
+        for number, rows in enumerate(counts):
+            counts[number] = rows.clone()
+            counts[number][:, IMAGE] += first
+            first = float(counts[number][:, IMAGE].max()) + 1
+        return torch.cat(counts)
+
+    def score(self, counts: Tensor) -> Score:
+        """Return COCO's mean of the average precisions at overlaps of 0.5 to 0.95, by faster-coco-eval."""
+        from faster_coco_eval import COCO, COCOeval_faster
+
+        rows, classes = counts[counts[:, LABEL] >= 0], int(counts[counts[:, LABEL] < 0][0, SCORE])
+        entries = []
+        for number, (image, label, score, crowd, left, top, right, bottom) in enumerate(rows.tolist(), 1):
+            size = {"bbox": [left, top, right - left, bottom - top], "area": (right - left) * (bottom - top)}
+            entries.append({"id": number, "image_id": int(image), "category_id": int(label), "score": score, **size})
+            entries[-1]["iscrowd"] = int(crowd)
+        true, found = ([each for each in entries if (each["score"] < 0) == kind] for kind in (True, False))
+        images = [{"id": number} for number in range(int(counts[:, IMAGE].max()) + 1)]
+        categories = [{"id": number} for number in range(1, classes)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            truth = COCO({"images": images, "annotations": true, "categories": categories})
+            if not (true and found):
+                return Score(0.0, 0.0, (float("nan"),) * classes)
+            judged = COCOeval_faster(truth, truth.loadRes(found), "bbox")
+            judged.evaluate()
+            judged.accumulate()
+        precision = torch.as_tensor(judged.eval["precision"])[..., 0, -1]  # of all sizes, with 100 boxes an image
+        known = precision.flatten(0, 1).amin(0) >= 0  # -1 for a class without boxes
+        by_class = torch.where(known, 100 * precision.mean((0, 1)), torch.nan)
+        return Score(float(by_class[known].mean()), 0.0, (float("nan"), *by_class.tolist()))
