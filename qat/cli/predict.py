@@ -1,18 +1,23 @@
-"""Classify pictures, or their pixels: the classes with the highest scores, integer model and float."""
+"""Answers for pictures: classes with the highest scores, classes drawn by pixel, or boxes; integer model and float."""
 
 import argparse
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from qat.cli.runs import add_run, count, open_run
+from qat.cli.runs import Run, add_run, count, number, open_run
 from qat.cli.runtimes import RUNTIMES
 from qat.text import table
 from qat.training.data.images import read_picture
+from qat.training.data.transforms import pixels_of
 from qat.training.errors import problems_of
+from qat.training.run.folder import Json
 
 EXAMPLE = "python -m qat predict runs/resnet_int8 photo.png --compare"
 
@@ -21,58 +26,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a picture file")
     parser.add_argument("--top", type=count, default=5, metavar="N", help="classes to show; default: 5")
+    lowest = "for detection: lowest score, from 0 to 1, of the boxes to show; default: 0.5"
+    parser.add_argument("--score", type=number, default=0.5, metavar="S", help=lowest)
     parser.add_argument(
         "--runtime", choices=("torch", *RUNTIMES), help="default: onnxruntime, or litert, if there is a file"
     )
     parser.add_argument("--compare", action="store_true", help="show the float model's scores beside them")
-    drawn = "for segmentation: where pictures with their classes drawn go; default: predictions"
+    drawn = "where pictures with classes or boxes drawn go, of segmentation and detection; default: predictions"
     parser.add_argument("--to", default="predictions", metavar="FOLDER", help=drawn)
-    parser.add_argument("--json", action="store_true", help="write JSON: file, runtime and scores by class")
+    parser.add_argument("--json", action="store_true", help="write JSON: file, runtime and scores by class, or boxes")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Answers of each runtime for a picture, the chosen one's first."""
+
+    file: Path
+    picture: Image.Image
+    images: Tensor  # the model's input, (1, 3, H, W)
+    answers: dict[str, Any]
+
+    def drawn(self, folder: str, what: str, pixels: Tensor) -> Path:
+        """Save a picture, uint8 (3, H, W), beside no other of its name."""
+        path = Path(folder) / f"{self.file.stem}_{what}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
+        return path
 
 
 def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
-    chosen = given.runtime or opened.runtime
-    runtimes = [chosen, *(["float"] if given.compare else [])]
+    runtimes = [given.runtime or opened.runtime, *(["float"] if given.compare else [])]
     engines = {runtime: opened.engine(runtime) for runtime in runtimes}
+    show: Callable[[Run, Predicted, argparse.Namespace], tuple[Json, list[str]]]
+    show = {"labels": _labels, "masks": _masks, "boxes": _boxes}[opened.task.kind]
     found = []
     for file in given.images:
-        drawn: Path | None = None
         with problems_of("IMAGE"):
-            picture = opened.transform(read_picture(file))
-        shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
-        if shares[chosen].dim() == 3:
-            drawn = Path(given.to) / f"{Path(file).stem}_classes.png"
-            _draw(opened.as_pixels(picture)[0], shares[chosen].argmax(0), drawn)
-            answers = {name: each.argmax(0).flatten() for name, each in shares.items()}
-            pixels = {name: each.bincount(minlength=len(shares[name])) for name, each in answers.items()}
-            shares = {name: each / each.sum() for name, each in pixels.items()}
-        # A model may have more outputs than the data had classes.
-        scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
-        best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
-        found.append({"file": file, "class": best, "scores": scores, **({"drawn": str(drawn)} if drawn else {})})
+            images = opened.transform(picture := read_picture(file))
+        answers = {runtime: engine(images) for runtime, engine in engines.items()}
+        said, lines = show(opened, Predicted(Path(file), picture, images, answers), given)
+        found.append({"file": file, **said})
         if not given.json:
-            print(
-                "\n".join(
-                    [
-                        f"{file} -> {drawn}" if drawn else file,
-                        *(f"  {line}" for line in _table(shares, opened.classes, given.top)),
-                        "",
-                    ]
-                )
-            )
+            head = f"{file} -> {said['drawn']}" if "drawn" in said else file
+            print("\n".join([head, *(f"  {line}" for line in lines), ""]))
     if given.json:
         print(json.dumps(found, indent=1))
     return 0
 
 
-def _draw(pixels: Tensor, classes: Tensor, path: Path) -> None:
+def _labels(opened: Run, predicted: Predicted, given: argparse.Namespace) -> tuple[Json, list[str]]:
+    return _scores(opened, {name: each[0].softmax(0) for name, each in predicted.answers.items()}, given.top)
+
+
+def _masks(opened: Run, predicted: Predicted, given: argparse.Namespace) -> tuple[Json, list[str]]:
     from torchvision.utils import draw_segmentation_masks  # late, since it takes seconds
 
-    masks = torch.stack([classes == number for number in range(1, int(classes.max()) + 1)] or [classes < 0])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = draw_segmentation_masks(pixels.permute(2, 0, 1).contiguous(), masks, alpha=0.6)
-    Image.fromarray(drawn.permute(1, 2, 0).numpy()).save(path)
+    classes = {name: each[0].argmax(0) for name, each in predicted.answers.items()}
+    chosen, width = next(iter(classes.values())), next(iter(predicted.answers.values())).shape[1]
+    masks = torch.stack([chosen == label for label in range(1, int(chosen.max()) + 1)] or [chosen < 0])
+    pixels = opened.as_pixels(predicted.images)[0].permute(2, 0, 1).contiguous()
+    drawn = predicted.drawn(given.to, "classes", draw_segmentation_masks(pixels, masks, alpha=0.6))
+    shares = {name: each.flatten().bincount(minlength=width) / each.numel() for name, each in classes.items()}
+    said, lines = _scores(opened, shares, given.top)
+    return {**said, "drawn": str(drawn)}, lines
+
+
+def _boxes(opened: Run, predicted: Predicted, given: argparse.Namespace) -> tuple[Json, list[str]]:
+    from torchvision.utils import draw_bounding_boxes  # late, since it takes seconds
+
+    scale = torch.tensor(predicted.picture.size * 2) / predicted.images.shape[3]
+    boxes: dict[str, list[Json]] = {}
+    for name, answers in predicted.answers.items():
+        found = opened.task.boxes(answers)[0]
+        rows = zip(found["labels"].tolist(), found["scores"].tolist(), (found["boxes"] * scale).tolist(), strict=True)
+        boxes[name] = [
+            {"class": opened.classes[label], "score": score, "box": [round(side, 1) for side in box]}
+            for label, score, box in rows
+            if score >= given.score
+        ]
+    shown = next(iter(boxes.values()))
+    sides = torch.tensor([each["box"] for each in shown]).reshape(-1, 4)
+    labels = [f"{each['class']} {each['score']:.2f}" for each in shown]
+    pixels = draw_bounding_boxes(pixels_of(predicted.picture), sides, labels, width=2) if shown else None
+    drawn = predicted.drawn(given.to, "boxes", pixels_of(predicted.picture) if pixels is None else pixels)
+    lines = [
+        [name, each["class"], f"{100 * each['score']:.1f} %", *(f"{side:.1f}" for side in each["box"])]
+        for name, found in boxes.items()
+        for each in found
+    ]
+    head = ["runtime", "class", "score", "left", "top", "right", "bottom"]
+    return {"boxes": boxes, "drawn": str(drawn)}, table([head, *lines], numbers=True) if lines else ["no boxes"]
+
+
+def _scores(opened: Run, shares: dict[str, Tensor], top: int) -> tuple[Json, list[str]]:
+    # A model may have more outputs than the data had classes.
+    scores = {name: dict(zip(opened.classes, each.tolist(), strict=False)) for name, each in shares.items()}
+    best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
+    return {"class": best, "scores": scores}, _table(shares, opened.classes, top)
 
 
 def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:

@@ -78,7 +78,8 @@ class Detection(Task):
 
     def boxes(self, answers: Any) -> "list[Found]":
         """Return the boxes of each image, in pixels of the network's images."""
-        assert self.decoder is not None
+        if self.decoder is None:
+            raise UserError("RUN: a file alone does not say how its boxes are decoded; give the folder of its run")
         return self.decoder.boxes(*answers)
 
     def counts(self, answers: Any, labels: Tensor) -> Tensor:
