@@ -56,18 +56,28 @@ class Decoder:
         found: list[Found] = self._run(self.detector.eval(), outputs, size, None)
         return found
 
-    def _run(self, detector: Any, outputs: Outputs, size: tuple[int, int], targets: list[Found] | None) -> Any:
-        first = outputs[OUTPUTS[0]]
+    def anchors(self, size: tuple[int, int]) -> Tensor:
+        """Return the anchors of an image in the order of the outputs, (A, 4) in pixels."""
+        maps = list(self._maps(size, 1, torch.device("cpu")).values())
+        (found,) = self.detector.anchor_generator(ImageList(torch.zeros(1, 3, *size), [size]), maps)
+        anchors: Tensor = found
+        return anchors
+
+    def _maps(self, size: tuple[int, int], count: int, device: torch.device) -> dict[str, Tensor]:
         if size not in self.sizes:
             with torch.no_grad():
                 maps = self.backbone.eval()(torch.empty(1, 3, *size, device="meta"))
             self.sizes[size] = {name: each.shape for name, each in maps.items()}
-        nothing = torch.zeros((), device=first.device)
-        maps = {name: nothing.expand(len(first), *shape[1:]) for name, shape in self.sizes[size].items()}
+        nothing = torch.zeros((), device=device)
+        return {name: nothing.expand(count, *shape[1:]) for name, shape in self.sizes[size].items()}
+
+    def _run(self, detector: Any, outputs: Outputs, size: tuple[int, int], targets: list[Found] | None) -> Any:
+        count, device = len(outputs[OUTPUTS[0]]), outputs[OUTPUTS[0]].device
+        maps = self._maps(size, count, device)
         detector.backbone.forward = lambda images: maps
         detector.head.forward = lambda features: {name: each.float() for name, each in outputs.items()}
         try:
-            return detector([nothing.expand(3, *size)] * len(first), targets)
+            return detector([torch.zeros((), device=device).expand(3, *size)] * count, targets)
         finally:
             del detector.backbone.forward, detector.head.forward
 

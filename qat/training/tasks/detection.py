@@ -13,8 +13,19 @@ from qat.training.tasks.task import Score, Task
 if TYPE_CHECKING:  # it imports torchvision, which takes seconds
     from qat.training.tasks.decoding import Decoder, Found, Outputs
 
+    Answers = tuple[Outputs, torch.Size]
+
 IMAGE, LABEL, SCORE, CROWD, BOX = 0, 1, 2, 3, slice(4, 8)
 """Columns of counts: an image's number, a label, a score (-1 for a true box), 1 for a crowd, a box."""
+
+
+DETECTIONS = "detections"
+"""Output of a file that decodes: image, label, score, left, top, right, bottom in its rows."""
+
+
+def size_of(answers: "Answers") -> tuple[int, int]:
+    """Return height and width of the images."""
+    return answers[1][2], answers[1][3]
 
 
 class Detection(Task):
@@ -42,27 +53,34 @@ class Detection(Task):
     def bound(self, model: nn.Module) -> "Detection":
         return Detection(model.decoder)  # type: ignore[arg-type]
 
-    def answers(self, output: object, images: Tensor) -> "tuple[Outputs, tuple[int, int]]":
-        """Return the outputs by name, as float32, and the images' height and width."""
+    def answers(self, output: object, images: Tensor) -> "Answers":
+        """Return the outputs by name, as float32, and the images' shape."""
         from qat.training.tasks.decoding import OUTPUTS
 
-        outputs: Any = output if isinstance(output, dict) else dict(zip(OUTPUTS, output, strict=False))  # type: ignore[call-overload]
-        return {name: each.float() for name, each in outputs.items()}, (images.shape[2], images.shape[3])
+        outputs: Any = output
+        if not isinstance(output, dict):  # of a runtime, in the order of the file's
+            outputs = dict(zip(OUTPUTS if len(outputs) > 1 else [DETECTIONS], outputs, strict=False))
+        return {name: each.float() for name, each in outputs.items()}, images.shape
 
     def training_loss(self, output: object, images: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Any]:
         """Return the sum of the detector's losses, and the answers."""
         answers = self.answers(output, images)
         return self._loss(answers, labels), answers
 
-    def _loss(self, answers: "tuple[Outputs, tuple[int, int]]", labels: Tensor) -> Tensor:
+    def _loss(self, answers: "Answers", labels: Tensor) -> Tensor:
         assert self.decoder is not None
         targets = []
         for rows in labels:
             wanted = rows[(rows[:, 0] >= 0) & (rows[:, 5] == 0)]  # a crowd is nothing to find
             targets.append({"boxes": wanted[:, 1:5], "labels": wanted[:, 0].long()})
-        return sum(self.decoder.losses(*answers, targets).values(), start=torch.zeros((), device=labels.device))
+        return sum(
+            self.decoder.losses(answers[0], size_of(answers), targets).values(),
+            start=torch.zeros((), device=labels.device),
+        )
 
     def total_loss(self, answers: Any, labels: Tensor) -> Tensor:
+        if DETECTIONS in answers[0]:
+            return torch.full((), torch.nan)
         return self._loss(answers, labels) * len(labels)
 
     def correct(self, answers: Any, labels: Tensor) -> Tensor:
@@ -74,13 +92,18 @@ class Detection(Task):
         return chosen
 
     def class_count(self, answers: Any) -> int:
-        return int(answers[0]["cls_logits"].shape[2])
+        outputs = answers[0]
+        return int(outputs[DETECTIONS][:, 1].max()) + 1 if DETECTIONS in outputs else outputs["cls_logits"].shape[2]
 
     def boxes(self, answers: Any) -> "list[Found]":
         """Return the boxes of each image, in pixels of the network's images."""
+        if DETECTIONS in answers[0]:
+            rows, count = answers[0][DETECTIONS], answers[1][0]
+            each = [rows[rows[:, 0] == number] for number in range(count)]
+            return [{"labels": found[:, 1].long(), "scores": found[:, 2], "boxes": found[:, 3:]} for found in each]
         if self.decoder is None:
             raise UserError("RUN: a file alone does not say how its boxes are decoded; give the folder of its run")
-        return self.decoder.boxes(*answers)
+        return self.decoder.boxes(answers[0], size_of(answers))
 
     def counts(self, answers: Any, labels: Tensor) -> Tensor:
         """List the boxes that were found, and the true ones: float64 (rows, 8)."""
@@ -108,7 +131,7 @@ class Detection(Task):
         """Return COCO's mean of the average precisions at overlaps of 0.5 to 0.95, by faster-coco-eval."""
         from faster_coco_eval import COCO, COCOeval_faster
 
-        rows, classes = counts[counts[:, LABEL] >= 0], int(counts[counts[:, LABEL] < 0][0, SCORE])
+        rows, classes = counts[counts[:, LABEL] >= 0], int(counts[counts[:, LABEL] < 0, SCORE].max())
         entries = []
         for number, (image, label, score, crowd, left, top, right, bottom) in enumerate(rows.tolist(), 1):
             size = {"bbox": [left, top, right - left, bottom - top], "area": (right - left) * (bottom - top)}
