@@ -5,6 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+
+from qat.text import first_line
+
 
 class UserError(Exception):
     """Something that the user can fix.
@@ -34,6 +38,19 @@ def problems_of(where: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(*(f"{where}: {problem}" for problem in error.problems)) from error
+
+
+@contextmanager
+def reading(what: str, expected: str) -> Iterator[None]:
+    """Make a sentence of a file of `data.root` that cannot be read, or has another content."""
+    try:
+        yield
+    except OSError as error:
+        where = f"'{error.filename}' cannot be read ({error.strerror}){looked_in(Path(error.filename))}"
+        raise UserError(f"data.root: {where}; expected {expected}") from error
+    except (LookupError, TypeError, AttributeError, ValueError, SyntaxError, yaml.YAMLError) as error:
+        found = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"data.root: {what} is not as it should be ({found}); expected {expected}") from error
 
 
 def looked_in(path: Path) -> str:

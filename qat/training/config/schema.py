@@ -29,7 +29,7 @@ from qat.training.tasks.task import Task
 
 DATASETS = (
     "digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake", "canvases",
-    "masks", "voc",
+    "masks", "voc", "coco", "yolo", "voc_boxes",
 )  # fmt: skip
 WITHOUT_FILES = {
     "digits": "bundled",
@@ -99,13 +99,15 @@ class DataConfig(Section):
     """`digits` is bundled; `imagefolder` reads root/train/<class>/ and root/val/<class>/; `npz` reads the arrays
     x_train, y_train, x_val, y_val (uint8 images NHWC or NHW) of one file; `fake` is random and for smoke tests. For
     segmentation, `canvases` are scenes of the bundled digits, `masks` reads root/train/images/, root/train/masks/, the
-    same of val and the names in root/classes.txt, and `voc` PASCAL VOC 2012. For a
-    data set of your own `package.module:callable`: it gets this section and returns a
-    `qat.training.data.images.Dataset`."""
+    same of val and the names in root/classes.txt, and `voc` PASCAL VOC 2012. For detection, `coco` reads root/train/,
+    root/val/, root/annotations/train.json and val.json (or COCO 2017's own names), `yolo` root/train/images/,
+    root/train/labels/, the same of val and the names in root/classes.txt or root/data.yaml, `voc_boxes` PASCAL VOC
+    2012, and `canvases` have boxes too. For a data set of your own `package.module:callable`: it gets this section and
+    returns a `qat.training.data.images.Dataset`."""
     root: str | None = None
     """Folder (or .npz file) of the data; not for `digits` and `fake`. A data set of your own may read it."""
     download: bool = False
-    """Let torchvision download cifar10, cifar100, mnist, fashion_mnist or voc into `root`."""
+    """Let torchvision download cifar10, cifar100, mnist, fashion_mnist, voc or voc_boxes into `root`."""
     image_size: Count = 32
     """Side of the square image that the model sees, in pixels."""
     resize_size: Count | None = None

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stderr
 from importlib import resources
 from pathlib import Path
@@ -19,12 +19,14 @@ from PIL import Image
 from qat.text import first_line
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
-from qat.training.data.images import Dataset, ImageArray, ImageFiles, MaskFiles
+from qat.training.data.boxes import read_coco, read_voc, read_yolo
+from qat.training.data.images import Dataset, ImageArray, ImageFiles, Images, MaskFiles
 from qat.training.data.masks import read_mask_folder
 from qat.training.data.scenes import draw_scenes
 from qat.training.data.transforms import Channels
-from qat.training.errors import UserError, looked_in, value_errors_reported
+from qat.training.errors import UserError, looked_in, reading, value_errors_reported
 from qat.training.run.logging import on_terminal
+from qat.training.tasks.task import Kind
 
 logger = logging.getLogger("qat")
 
@@ -32,10 +34,11 @@ IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
-DOWNLOADED = ("cifar10", "cifar100", "mnist", "fashion_mnist", "voc")
+DOWNLOADED = ("cifar10", "cifar100", "mnist", "fashion_mnist", "voc", "voc_boxes")
 
 
-def build_dataset(config: DataConfig, seed: int) -> Dataset:
+def build_dataset(config: DataConfig, seed: int, kind: Kind = "labels") -> Dataset:
+    """Read or make the data set of a config; of one that has several, choose the kind of labels."""
     own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
     if why is not None and config.root is not None:
         raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
@@ -44,6 +47,8 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
         raise UserError(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
     if config.download and config.name not in DOWNLOADED:
         raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(DOWNLOADED)}")
+    if config.name == "canvases":
+        return _canvases(config, seed, kind)
     if not own:
         return _BUILDERS[config.name](config, seed)
     with users_callable("data.name", config.name) as builder:
@@ -73,29 +78,31 @@ def _written() -> tuple[ImageArray, ImageArray]:
     return _array(images[~in_val], labels[~in_val]), _array(images[in_val], labels[in_val])
 
 
-def _canvases(config: DataConfig, seed: int) -> Dataset:
+def _canvases(config: DataConfig, seed: int, kind: Kind = "masks") -> Dataset:
     splits = []
     for name, digits, count in zip(SPLITS, _written(), (960, 240), strict=True):
         generator = seeded_generator(0, f"canvases_{name}")
-        splits.append(ImageArray(*draw_scenes(digits.images[:, 0], digits.labels, count, config.image_size, generator)))
+        drawn = draw_scenes(digits.images[:, 0], digits.labels, count, config.image_size, generator)
+        splits.append(ImageArray(drawn[0], drawn[2 if kind == "boxes" else 1]))
     return Dataset(splits[0], splits[1], ["background", *(str(digit) for digit in range(10))])
-
-
-def _masks(config: DataConfig, seed: int) -> Dataset:
-    splits, classes = read_mask_folder(Path(os.path.expanduser(str(config.root))))
-    return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
 def _voc(config: DataConfig, seed: int) -> Dataset:
     from torchvision import datasets  # late, since it takes seconds
 
-    root = Path(os.path.expanduser(str(config.root)))
+    root, boxed = Path(os.path.expanduser(str(config.root))), config.name == "voc_boxes"
     try:
-        found = [datasets.VOCSegmentation(root, image_set=name, download=config.download) for name in ("train", "val")]
+        reader = datasets.VOCDetection if boxed else datasets.VOCSegmentation
+        found = [reader(root, image_set=name, download=config.download) for name in SPLITS]
     except (OSError, RuntimeError) as error:
         how = f"could not be downloaded ({first_line(error)})" if config.download else "is not there"
         raise UserError(f"data.root: '{root}': VOC 2012 {how}; it lies in {root}/VOCdevkit/VOC2012") from error
-    train, val = (MaskFiles(_paths(each.images), _paths(each.masks), len(VOC)) for each in found)
+    train, val = (
+        read_voc(each.images, each.targets, VOC)
+        if boxed
+        else MaskFiles(_paths(each.images), _paths(each.targets), len(VOC))
+        for each in found
+    )
     return Dataset(train, val, list(VOC), IMAGENET_MEAN, IMAGENET_STD)
 
 
@@ -131,8 +138,10 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
     return Dataset(split(512), split(128), [str(label) for label in range(10)])
 
 
-def _imagefolder(config: DataConfig, seed: int) -> Dataset:
-    splits, classes = read_image_folder(Path(os.path.expanduser(str(config.root))))
+def _folder(config: DataConfig, seed: int) -> Dataset:
+    readers: dict[str, Callable[[Path], tuple[Mapping[str, Images], list[str]]]]
+    readers = {"masks": read_mask_folder, "coco": read_coco, "yolo": read_yolo}
+    splits, classes = readers.get(config.name, read_image_folder)(Path(os.path.expanduser(str(config.root))))
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
@@ -194,13 +203,12 @@ def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
 
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
     "digits": _digits,
-    "imagefolder": _imagefolder,
-    "imagenet": _imagefolder,
     "npz": _npz,
     "fake": _fake,
     "canvases": _canvases,
-    "masks": _masks,
     "voc": _voc,
+    "voc_boxes": _voc,
+    **dict.fromkeys(("imagefolder", "imagenet", "masks", "coco", "yolo"), _folder),
     **dict.fromkeys(_TORCHVISION, _torchvision_set),
 }
 
@@ -210,7 +218,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
-    try:
+    with reading(f"'{root}'", f"{root}/train/<class>/ and {root}/val/<class>/"):
         found = {}
         for split in SPLITS:
             folders = (entry.name for entry in os.scandir(root / split) if entry.is_dir())
@@ -222,11 +230,6 @@ def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
         if differing:
             raise UserError(f"data.root: '{root}': train and val need the same classes; they differ in {differing[:5]}")
         return {split: _image_files(root / split, classes) for split in SPLITS}, classes
-    except OSError as error:
-        raise UserError(
-            f"data.root: '{error.filename}' cannot be read ({error.strerror}){looked_in(root)}; expected"
-            f" {root}/train/<class>/ and {root}/val/<class>/"
-        ) from error
 
 
 def _image_files(folder: Path, classes: list[str]) -> ImageFiles:

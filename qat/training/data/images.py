@@ -23,10 +23,10 @@ HALF: Channels = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class ImageArray:
-    """Images in memory, uint8 (N, 1 or 3, H, W), and their int64 labels (N,) or uint8 masks (N, H, W)."""
+    """Images in memory, uint8 (N, 1 or 3, H, W), and their int64 labels (N,), uint8 masks (N, H, W) or boxes."""
 
     images: Tensor
-    labels: Tensor
+    labels: Tensor  # boxes are float32 (N, M, 6): rows as in `BoxFiles`, padded with rows of label -1
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -34,12 +34,11 @@ class ImageArray:
     @property
     def kind(self) -> Kind:
         """What the labels are."""
-        if self.labels.dim() == 1:
-            return "labels"
-        return "boxes" if self.labels.is_floating_point() else "masks"
+        return "labels" if self.labels.dim() == 1 else "boxes" if self.labels.is_floating_point() else "masks"
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.labels[index]
+        labels = self.labels[index]
+        return self.images[index], labels[labels[:, 0] >= 0] if self.kind == "boxes" else labels
 
     def digest(self) -> str:
         """Return a short digest of pixels and labels, to recognize the same images."""
@@ -119,7 +118,49 @@ class MaskFiles:
         return MaskFiles(self.paths[indices.numpy()], self.masks[indices.numpy()], self.classes)
 
 
-Images: TypeAlias = ImageArray | ImageFiles | MaskFiles
+@dataclass(frozen=True)
+class BoxFiles:
+    """Images on disk, decoded one by one, and the boxes of their objects.
+
+    A row is an object: label (from 1 on; 0 is the background), x1, y1, x2, y2 in pixels, and 1 for what counts neither
+    as found nor as missed (COCO's crowds, VOC's difficult ones), else 0.
+    """
+
+    paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
+    rows: Tensor  # float32 (T, 6), of all images in their order
+    ends: Tensor  # int64 (N,): an image has the rows from the end before to its own
+    classes: int
+    shares: bool = False  # coordinates are shares of width and height
+    kind: ClassVar[Kind] = "boxes"
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def sample(self, index: int) -> tuple[Image.Image, Tensor]:
+        """Decode one image into 8-bit RGB, and return its objects: float32 (n, 6), in pixels."""
+        path = os.fsdecode(self.paths[index])
+        with problems_of("data.root"):
+            picture, rows = read_picture(path), self._rows(index).clone()
+            sides = torch.tensor(picture.size * 2)
+            rows[:, 1:5] = (rows[:, 1:5] * sides if self.shares else rows[:, 1:5]).clamp(min=0).minimum(sides)
+            if (rows[:, 3:5] <= rows[:, 1:3]).any():
+                raise UserError(f"'{path}' is of {sides[0]} x {sides[1]} pixels, and has a box outside; correct it")
+        return picture, rows
+
+    def digest(self) -> str:
+        names = b"/".join(map(os.path.basename, self.paths.tolist()))
+        return digest_of(self.rows.contiguous().numpy().data, self.ends.contiguous().numpy().data, names)
+
+    def subset(self, indices: Tensor) -> "BoxFiles":
+        rows = [self._rows(index) for index in indices.tolist()]
+        ends = torch.tensor([len(each) for each in rows]).cumsum(0)
+        return BoxFiles(self.paths[indices.numpy()], torch.cat(rows), ends, self.classes, self.shares)
+
+    def _rows(self, index: int) -> Tensor:
+        return self.rows[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+
+Images: TypeAlias = ImageArray | ImageFiles | MaskFiles | BoxFiles
 
 
 @dataclass(frozen=True)
@@ -151,13 +192,15 @@ class Dataset:
     def __post_init__(self) -> None:
         for name, split in (("train", self.train), ("val", self.val)):
             _check_split(f"Dataset: {name}", split, len(self.classes))
+            if split.kind == "boxes" and self.classes[0] != "background":
+                raise ValueError(f"Dataset: classes[0] must be 'background' for boxes, got {self.classes[0]!r}")
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(f"Dataset: mean and std must be 3 numbers, std > 0, got {self.mean} and {self.std}")
 
 
 def _check_split(where: str, split: Images, classes: int) -> None:
     if not isinstance(split, Images):
-        raise TypeError(f"{where} must be an ImageArray, an ImageFiles or a MaskFiles, got {type(split).__name__}")
+        raise TypeError(f"{where} must be an ImageArray, ImageFiles, MaskFiles or BoxFiles, got {type(split).__name__}")
     content: object  # a user's code may give anything
     if isinstance(split, ImageArray):
         content, form = split.images, "images must be a uint8 tensor (N, 1 or 3, H, W)"
@@ -173,18 +216,34 @@ def _check_split(where: str, split: Images, classes: int) -> None:
         raise ValueError(f"{where} has no images")
     if isinstance(split, MaskFiles):  # each is looked at when it is read
         return
+    if isinstance(split, BoxFiles):
+        if split.ends.shape != (count,) or split.ends[-1] != len(split.rows):
+            form = f"an int64 tensor ({count},) whose last is {len(split.rows)}, the number of rows"
+            raise ValueError(f"{where}: ends must be {form}, got {_described(split.ends)}")
+        return _check_boxes(where, split.rows, classes)
     labels, masks = split.labels, isinstance(split, ImageArray) and content.shape[:1] + content.shape[2:]
     known = isinstance(labels, Tensor)
+    if known and masks and labels.is_floating_point() and labels.dim() == 3 and len(labels) == count:
+        return _check_boxes(where, labels.flatten(0, 1)[labels.flatten(0, 1)[:, 0] != -1], classes)
     if known and masks and labels.dtype == torch.uint8 and labels.shape == masks:
         labels = labels[labels != IGNORED].long()
     elif not known or labels.dtype != torch.int64 or labels.shape != (count,):
         raise ValueError(
-            f"{where}: labels must be an int64 tensor ({count},){' or uint8 masks of the images' * bool(masks)}, got"
+            f"{where}: labels must be an int64 tensor ({count},){' or masks or boxes of the images' * bool(masks)}, got"
             f" {_described(labels)}"
         )
     lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)
     if lowest < 0 or highest >= classes:
         raise ValueError(f"{where}: labels go from {lowest} to {highest}, but classes has length {classes}")
+
+
+def _check_boxes(where: str, rows: Tensor, classes: int) -> None:
+    if rows.dtype != torch.float32 or rows.shape[1:] != (6,):
+        raise ValueError(f"{where}: boxes must be float32 rows of 6 numbers, got {_described(rows)}")
+    fits = (rows[:, 0] >= 1) & (rows[:, 0] < classes) & (rows[:, 3:5] > rows[:, 1:3]).all(1) & rows.isfinite().all(1)
+    if wrong := rows[~fits].tolist():
+        form = f"label from 1 to {classes - 1}, x1, y1, x2 > x1, y2 > y1, crowd"
+        raise ValueError(f"{where}: a box must be {form}, got {wrong[0]}")
 
 
 def _described(value: object) -> str:

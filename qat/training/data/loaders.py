@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from qat.collectives import rank, rank_count
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
+from qat.training.data.boxes import BoxedTransform, boxed_transform
 from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.masks import MaskedTransform, masked_transform
@@ -54,7 +55,7 @@ class Labelled:
 class TransformedImages(Dataset[Sample]):
     """Images of a split, transformed one by one with torch's global generator."""
 
-    def __init__(self, images: Images, transform: Labelled | MaskedTransform, random: bool) -> None:
+    def __init__(self, images: Images, transform: Labelled | MaskedTransform | BoxedTransform, random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
 
     # torch's loader calls it with the keys of a whole batch.
@@ -107,7 +108,8 @@ def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> 
     labelled = images.kind == "labels"
     if isinstance(images, ImageArray) and labelled and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
-    transform = Labelled(train_transform(augment, plain)) if labelled else masked_transform(augment, plain)
+    moved = boxed_transform if images.kind == "boxes" else masked_transform
+    transform = Labelled(train_transform(augment, plain)) if labelled else moved(augment, plain)
     return TransformedImages(images, transform, random=any(augment.model_dump().values()))
 
 
@@ -213,17 +215,20 @@ class Data:
     contents: dict[str, dict[str, int | str]]  # for `train` and `val` the number of images, and their `digest`
 
 
-def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
+def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool, kind: Kind = "masks") -> Data:
     if config.batch_size % (count := rank_count()):
         what = f"{config.batch_size} is of all ranks together, and {count} cannot share it evenly"
         raise UserError(f"data.batch_size: {what}; use a multiple of {count}")
-    dataset = datasets.build_dataset(config, seed)
+    dataset = datasets.build_dataset(config, seed, kind)
+    if (boxed := dataset.val.kind == "boxes") and config.resize_size is not None:
+        raise UserError(f"data.resize_size: {config.resize_size} has no meaning for boxes; leave it out")
     preprocessing = Preprocessing(
         image_size=config.image_size,
         resize_size=config.resize_size or config.image_size,
         mean=config.mean or dataset.mean,
         std=config.std or dataset.std,
         resized_by="torch" if isinstance(dataset.val, ImageArray) else "pillow",
+        stretched=boxed,
     )
     train = _limited(dataset.train, config.limit_train, "train")
     val = _limited(dataset.val, config.limit_val, "val")

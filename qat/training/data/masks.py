@@ -12,7 +12,7 @@ from torch import Tensor
 from qat.training.config.schema import AugmentConfig
 from qat.training.data.images import MaskFiles
 from qat.training.data.transforms import Picture, Preprocessing, ToInput
-from qat.training.errors import UserError, looked_in
+from qat.training.errors import UserError, reading
 from qat.training.tasks.labels import IGNORED
 
 WITHOUT_MASKS = ("trivial_augment", "random_erasing", "cutout")
@@ -24,26 +24,20 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 def read_mask_folder(root: Path) -> tuple[dict[str, MaskFiles], list[str]]:
     """List the images and masks of both splits, and read the names of the classes."""
     named = root / "classes.txt"
-    try:
+    folders = f"{root}/train/images, {root}/train/masks, {root}/val/images, {root}/val/masks"
+    with reading(f"'{named}'", f"the name of each class on a line, and {folders}"):
         classes = [line.strip() for line in named.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise UserError(
-            f"data.root: '{named}' cannot be read ({error.strerror}){looked_in(root)}; expected the name of each class"
-            f" on a line, and {root}/train/images, {root}/train/masks, {root}/val/images, {root}/val/masks"
-        ) from error
     if len(classes) < 2:
         raise UserError(f"data.root: '{named}' names {len(classes)} classes; it needs 2 or more, a line each")
     return {split: _masked(root / split, len(classes)) for split in ("train", "val")}, classes
 
 
 def _masked(folder: Path, classes: int) -> MaskFiles:
-    try:
+    with reading(f"'{folder}'", "the folders images and masks"):
         images, masks = (
             {path.stem: path for path in sorted((folder / name).iterdir()) if path.suffix.lower() in SUFFIXES}
             for name in ("images", "masks")
         )
-    except OSError as error:
-        raise UserError(f"data.root: '{error.filename}' cannot be read ({error.strerror})") from error
     if lonely := sorted({*images} ^ {*masks}):
         kind = "mask" if lonely[0] in images else "image"
         raise UserError(f"data.root: '{folder}': {len(lonely)} files have no partner; {lonely[0]} has no {kind}")

@@ -40,6 +40,7 @@ class Preprocessing:
         interpolation: how the image is resized: bilinear, with antialiasing.
         resized_by: "pillow" for images from files, "torch" for sets in memory. Where an image is made smaller, their
             pixels may differ by one level of 255.
+        stretched: the whole image is resized to the square, whatever its shape, and nothing is cropped; for boxes.
     """
 
     image_size: int
@@ -48,15 +49,17 @@ class Preprocessing:
     std: Channels
     interpolation: Literal["bilinear"] = "bilinear"
     resized_by: Literal["pillow", "torch"] = "pillow"
+    stretched: bool = False
 
     def apply(self, picture: Picture) -> Tensor:
-        return ToInput(self.mean, self.std)(cropped(resized(picture, self.resize_size), self.image_size))
+        whole = resized(picture, self.resize_size, self.stretched)
+        return ToInput(self.mean, self.std)(cropped(whole, self.image_size))
 
 
-def resized(picture: Picture, size: int) -> Picture:
-    """Resize the shorter side of a picture, or uint8 (..., C, H, W), as torchvision."""
+def resized(picture: Picture, size: int, stretched: bool = False) -> Picture:
+    """Resize the shorter side (or both) of a picture, or uint8 (..., C, H, W), as torchvision."""
     before = _width_and_height(picture)
-    width, height = (int(size * side / min(before)) for side in before)
+    width, height = (size if stretched else int(size * side / min(before)) for side in before)
     if (width, height) == before:
         return picture
     if isinstance(picture, Image.Image):

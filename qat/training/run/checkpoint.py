@@ -212,6 +212,7 @@ def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocess
 def preprocessing_of(about: Json) -> Preprocessing:
     """Return the preprocessing noted by `about_model`; ValueError if incomplete."""
     try:
+        about = {"stretched": False, **about}  # runs before boxes did not note it
         kept = {field.name: about[field.name] for field in fields(Preprocessing)}
         mean, std = (tuple(float(value) for value in kept[name]) for name in ("mean", "std"))
         return Preprocessing(**{**kept, "mean": mean, "std": std})
