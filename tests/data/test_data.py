@@ -343,7 +343,7 @@ def test_cifar_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 IMAGES, LABELS = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1, 0])
 OTHER_FORMS = [
-    ({"train": IMAGES}, "train must be an ImageArray, an ImageFiles or a MaskFiles, got Tensor"),
+    ({"train": IMAGES}, "train must be an ImageArray, ImageFiles, MaskFiles or BoxFiles, got Tensor"),
     (
         {"val": ImageArray(IMAGES.expand(4, 4, 8, 8), LABELS)},
         "val: images must be a uint8 tensor (N, 1 or 3, H, W), got Tensor torch.uint8 (4, 4, 8, 8)",
@@ -351,7 +351,7 @@ OTHER_FORMS = [
     ({"classes": ["dark"]}, "train: labels go from 0 to 1, but classes has length 1"),
     (
         {"val": ImageArray(IMAGES, LABELS[:2])},
-        "val: labels must be an int64 tensor (4,) or uint8 masks of the images, got Tensor torch.int64 (2,)",
+        "val: labels must be an int64 tensor (4,) or masks or boxes of the images, got Tensor torch.int64 (2,)",
     ),
     ({"mean": (0.5,)}, "mean and std must be 3 numbers, std > 0, got (0.5,) and (0.5, 0.5, 0.5)"),
     ({"val": ImageArray(IMAGES[:0], LABELS[:0])}, "val has no images"),

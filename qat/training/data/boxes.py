@@ -4,9 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from xml.etree import ElementTree
@@ -28,8 +26,6 @@ WITHOUT_BOXES = ("crop_padding", *WITHOUT_MASKS)
 """Augmentations that would leave the boxes where they were, or box what is erased."""
 
 Row: TypeAlias = list[float]  # label, x1, y1, x2, y2, crowd
-Paths: TypeAlias = Sequence[str | Path]
-Sizes: TypeAlias = Sequence[Sequence[float]]
 
 
 def read_coco(root: Path) -> tuple[dict[str, BoxFiles], list[str]]:
@@ -121,7 +117,7 @@ def _row(label: float, x1: float, y1: float, x2: float, y2: float, crowd: float)
     return [label, x1, y1, x2, y2, crowd]
 
 
-def _box_files(where: Path, paths: Paths, sizes: Sizes | None, objects: Iterable[list[Row]], classes: int) -> BoxFiles:
+def _box_files(where: Path, paths: Sequence[Any], sizes: Any, objects: Iterable[list[Row]], classes: int) -> BoxFiles:
     # Without sizes, boxes are shares of them. They are clamped to their images; some of COCO's have no area.
     if not paths:
         raise UserError(f"data.root: '{where}' has no images ({' '.join(SUFFIXES)})")
@@ -135,7 +131,7 @@ def _box_files(where: Path, paths: Paths, sizes: Sizes | None, objects: Iterable
     kept = (rows[:, 3:5] > rows[:, 1:3]).all(1)
     counts = images[kept].bincount(minlength=len(paths))
     if dropped := images[~kept].tolist():
-        what = f"{len(dropped):,} boxes without area in their image are left out, the first of {paths[dropped[0]]}"
+        what = f"{len(dropped):,} boxes without area in their image are left out, as of {paths[dropped[0]]}"
         logger.info("data: '%s': %s", where, what)
     if empty := (counts == 0).sum():
         logger.info("data: '%s': %d of %d images are without objects", where, empty, len(paths))
@@ -143,42 +139,34 @@ def _box_files(where: Path, paths: Paths, sizes: Sizes | None, objects: Iterable
     return BoxFiles(names, rows[kept], counts.cumsum(0), classes, shares=sizes is None)
 
 
-def boxed_transform(augment: AugmentConfig, plain: Preprocessing) -> "BoxedTransform":
-    """Return the pipeline of an image and its boxes: augmentation, stretch, normalization of the image."""
-    from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
-
-    if wrong := [name for name in WITHOUT_BOXES if getattr(augment, name)]:
-        raise UserError(f"data.augment.{wrong[0]}: has no meaning for boxes; leave it out")
-    steps: list[Callable[..., Any]] = [v2.RandomIoUCrop()] if augment.random_resized_crop else []
-    steps.append(partial(_stretched, size=plain.image_size))
-    if augment.horizontal_flip:
-        steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
-    if augment.affine:
-        steps.append(v2.RandomAffine(10, (0.1, 0.1), (0.9, 1.1), interpolation=InterpolationMode.BILINEAR))
-    cuts = augment.random_resized_crop or augment.affine
-    return BoxedTransform(v2.Compose([*steps, v2.ClampBoundingBoxes()]), ToInput(plain.mean, plain.std), float(cuts))
-
-
-def _stretched(picture: Picture, boxes: Tensor, size: int) -> tuple[Picture, Tensor]:
-    from torchvision.transforms.v2 import functional
-
-    return resized(picture, size, stretched=True), functional.resize(boxes, [size, size])
-
-
-@dataclass(frozen=True)
 class BoxedTransform:
-    """Geometry of image and boxes, and normalization of the image."""
+    """Augmentation of an image and its boxes together, the stretch to a square, and normalization of the image.
 
-    geometry: Callable[[Picture, Tensor], tuple[Picture, Tensor]]
-    normalise: ToInput
-    least: float  # a box with a side of no more pixels is left out: cut to a sliver, or to nothing
+    Boxes that a crop or a rotation cuts to at most a pixel are left out.
+    """
+
+    def __init__(self, augment: AugmentConfig, plain: Preprocessing) -> None:
+        from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
+
+        if wrong := [name for name in WITHOUT_BOXES if getattr(augment, name)]:
+            raise UserError(f"data.augment.{wrong[0]}: has no meaning for boxes; leave it out")
+        self.size, self.normalise = plain.image_size, ToInput(plain.mean, plain.std)
+        self.least = 1 if augment.random_resized_crop or augment.affine else 0
+        self.crop = v2.RandomIoUCrop() if augment.random_resized_crop else None
+        moves: list[torch.nn.Module] = [v2.RandomHorizontalFlip(augment.horizontal_flip)]
+        if augment.affine:
+            moves.append(v2.RandomAffine(10, (0.1, 0.1), (0.9, 1.1), interpolation=InterpolationMode.BILINEAR))
+        self.moves = v2.Compose([*moves, v2.ClampBoundingBoxes()])
 
     def __call__(self, picture: Picture, rows: Tensor) -> tuple[Tensor, Tensor]:
         from torchvision import tv_tensors
         from torchvision.transforms.v2 import functional
 
-        size = functional.get_size(picture)
-        moved, boxes = self.geometry(picture, tv_tensors.BoundingBoxes(rows[:, 1:5], format="XYXY", canvas_size=size))
+        shape = functional.get_size(picture)
+        boxes: Tensor = tv_tensors.BoundingBoxes(rows[:, 1:5], format="XYXY", canvas_size=shape)
+        picture, boxes = self.crop(picture, boxes) if self.crop else (picture, boxes)
+        boxes = functional.resize(boxes, [self.size, self.size])
+        moved, boxes = self.moves(resized(picture, self.size, stretched=True), boxes)
         corners = boxes.as_subclass(Tensor)
         kept = (corners[:, 2:] - corners[:, :2] > self.least).all(1)
         return self.normalise(moved), torch.cat([rows[:, :1], corners, rows[:, 5:]], dim=1)[kept]

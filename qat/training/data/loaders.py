@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from qat.collectives import rank, rank_count
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
-from qat.training.data.boxes import BoxedTransform, boxed_transform
+from qat.training.data.boxes import BoxedTransform
 from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.masks import MaskedTransform, masked_transform
@@ -108,7 +108,7 @@ def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> 
     labelled = images.kind == "labels"
     if isinstance(images, ImageArray) and labelled and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
-    moved = boxed_transform if images.kind == "boxes" else masked_transform
+    moved = BoxedTransform if images.kind == "boxes" else masked_transform
     transform = Labelled(train_transform(augment, plain)) if labelled else moved(augment, plain)
     return TransformedImages(images, transform, random=any(augment.model_dump().values()))
 
