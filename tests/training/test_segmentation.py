@@ -11,7 +11,7 @@ from qat.cli.command import main as verb
 from qat.training.config.file import load_config
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data.datasets import build_dataset
-from qat.training.data.masks import masked_transform
+from qat.training.data.masks import MaskedTransform
 from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
 from qat.training.run.folder import read_summary
@@ -62,7 +62,7 @@ def test_image_and_mask_move_together() -> None:
     mask = torch.zeros(40, 50, dtype=torch.uint8)
     mask[10:30, 5:20] = 1
     image = (mask * 255).expand(3, -1, -1).contiguous()
-    transform = masked_transform(augment, Preprocessing(32, 32, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+    transform = MaskedTransform(augment, Preprocessing(32, 32, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
     for seed in range(20):
         torch.manual_seed(seed)
         x, labels = transform(image, mask)

@@ -131,9 +131,9 @@ def _box_files(where: Path, paths: Sequence[Any], sizes: Any, objects: Iterable[
     kept = (rows[:, 3:5] > rows[:, 1:3]).all(1)
     counts = images[kept].bincount(minlength=len(paths))
     if dropped := images[~kept].tolist():
-        what = f"{len(dropped):,} boxes without area in their image are left out, as of {paths[dropped[0]]}"
-        logger.info("data: '%s': %s", where, what)
-    if empty := (counts == 0).sum():
+        what = "boxes without area in their image are left out, as of"
+        logger.info("data: '%s': %d %s %s", where, len(dropped), what, paths[dropped[0]])
+    if empty := int((counts == 0).sum()):
         logger.info("data: '%s': %d of %d images are without objects", where, empty, len(paths))
     names = np.array([os.fsencode(path) for path in paths])
     return BoxFiles(names, rows[kept], counts.cumsum(0), classes, shares=sizes is None)

@@ -22,7 +22,7 @@ from qat.training.data import datasets
 from qat.training.data.boxes import BoxedTransform
 from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
-from qat.training.data.masks import MaskedTransform, masked_transform
+from qat.training.data.masks import MaskedTransform
 from qat.training.data.transforms import (
     BatchTransform,
     Picture,
@@ -108,7 +108,7 @@ def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> 
     labelled = images.kind == "labels"
     if isinstance(images, ImageArray) and labelled and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
-    moved = BoxedTransform if images.kind == "boxes" else masked_transform
+    moved = BoxedTransform if images.kind == "boxes" else MaskedTransform
     transform = Labelled(train_transform(augment, plain)) if labelled else moved(augment, plain)
     return TransformedImages(images, transform, random=any(augment.model_dump().values()))
 

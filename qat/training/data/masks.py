@@ -1,8 +1,6 @@
 """Folders of images and masks, and transforms that move an image and its mask together."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,33 +45,27 @@ def _masked(folder: Path, classes: int) -> MaskFiles:
     return MaskFiles(paths, masks_of, classes)
 
 
-def masked_transform(augment: AugmentConfig, plain: Preprocessing) -> "MaskedTransform":
-    """Return the pipeline of an image and its mask: crop, augmentation, normalization of the image."""
-    from torchvision import tv_tensors
-    from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
-
-    if wrong := [name for name in WITHOUT_MASKS if getattr(augment, name)]:
-        raise UserError(f"data.augment.{wrong[0]}: has no meaning for masks; leave it out")
-    size, padding = plain.image_size, augment.crop_padding
-    fill = {tv_tensors.Mask: IGNORED, "others": 0}
-    steps: list[torch.nn.Module] = [
-        v2.RandomResizedCrop(size) if augment.random_resized_crop else v2.Resize(plain.resize_size),
-        v2.RandomCrop(size, padding=padding, fill=fill) if padding else v2.CenterCrop(size),
-    ]
-    if augment.horizontal_flip:
-        steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
-    if augment.affine:
-        moves = {"translate": (0.1, 0.1), "scale": (0.9, 1.1), "interpolation": InterpolationMode.BILINEAR}
-        steps.append(v2.RandomAffine(10, **moves, fill=fill))
-    return MaskedTransform(v2.Compose(steps), ToInput(plain.mean, plain.std))
-
-
-@dataclass(frozen=True)
 class MaskedTransform:
-    """Geometry of image and mask, and normalization of the image."""
+    """Crop and augmentation of an image and its mask together, and normalization of the image."""
 
-    geometry: Callable[[Picture, Tensor], tuple[Picture, Tensor]]
-    normalise: ToInput
+    def __init__(self, augment: AugmentConfig, plain: Preprocessing) -> None:
+        from torchvision import tv_tensors
+        from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
+
+        if wrong := [name for name in WITHOUT_MASKS if getattr(augment, name)]:
+            raise UserError(f"data.augment.{wrong[0]}: has no meaning for masks; leave it out")
+        size, padding = plain.image_size, augment.crop_padding
+        fill = {tv_tensors.Mask: IGNORED, "others": 0}
+        steps: list[torch.nn.Module] = [
+            v2.RandomResizedCrop(size) if augment.random_resized_crop else v2.Resize(plain.resize_size),
+            v2.RandomCrop(size, padding=padding, fill=fill) if padding else v2.CenterCrop(size),
+        ]
+        if augment.horizontal_flip:
+            steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
+        if augment.affine:
+            moves = {"translate": (0.1, 0.1), "scale": (0.9, 1.1), "interpolation": InterpolationMode.BILINEAR}
+            steps.append(v2.RandomAffine(10, **moves, fill=fill))
+        self.geometry, self.normalise = v2.Compose(steps), ToInput(plain.mean, plain.std)
 
     def __call__(self, picture: Picture, mask: Tensor) -> tuple[Tensor, Tensor]:
         from torchvision import tv_tensors
