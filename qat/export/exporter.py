@@ -17,7 +17,7 @@ from qat.export.checks import (
     warn_of_hooks,
     why_not_exported,
 )
-from qat.export.onnx.formats import as_json, pack_weights, save, take_pixels, to_qonnx, to_qoperator
+from qat.export.onnx.formats import as_json, pack_weights, save, store_once, take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
@@ -115,6 +115,8 @@ def export_onnx(
         add_barriers(proto)
     if format == "qoperator":
         to_qoperator(proto)
+    if format != "qonnx" and not float_biases:  # TensorRT and FINN look for weights among the initializers
+        store_once(proto)
     if packed and not float_biases:
         pack_weights(proto, opset)
     strip_traces(proto.graph)

@@ -9,12 +9,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 import qat
-from qat.export import compare_layers, find_saturation, optimized_operators, verify_onnx
+from qat.export import compare_layers, find_saturation, lint_onnx, optimized_operators, verify_onnx
 from qat.export.onnx import formats
 from qat.export.onnx.formats import pack_weights, take_pixels
 from qat.export.onnx.graph import stored_arrays
@@ -244,6 +245,33 @@ def test_the_runtime_computes_the_same_in_the_same_kernels(bits, opset, containe
     assert operators[0] == operators[1] and operators[0]["QLinearConv"] == 3 and "Cast" not in operators[0]
     assert np.array_equal(answers[0], answers[2]) and np.array_equal(answers[1], answers[3])
     assert saturation[0] == saturation[1] and len(saturation[0]) == 4
+
+
+@pytest.mark.parametrize(("format", "bits"), [("qdq", 8), ("qdq", 4), ("qoperator", 8)])
+def test_a_layer_that_is_called_on_many_maps_is_stored_once(format: Any, bits: int, tmp_path: Path) -> None:
+    """Also where a session gives each weight a new name (`EXACT_OPTION`); the tools look through what shares it."""
+    torch.manual_seed(0)
+    maps = [draw(2, 16, size, size) for size in (8, 6, 4)]
+    net = Plain(lambda self, a, b, c: [self.b(F.relu(self.a(x)).flatten(2).mT) for x in (a, b, c)],
+                a=nn.Conv2d(16, 64, 3), b=nn.Linear(64, 64))  # fmt: skip
+    inputs, path = dict(zip("abc", maps, strict=True)), tmp_path / "model.onnx"
+    model = quantized(net, inputs, qat.QuantRecipe({"bits": bits}, {"bits": 8}))
+    qat.export_onnx(model, path, inputs, format=format)
+    stored = [tensor for tensor in onnx.load(path).graph.initializer if len(tensor.dims) > 1]
+    assert sorted(tuple(tensor.dims) for tensor in stored) == [(64, 16, 3, 3), (64, 64)]
+    answers = []
+    for exact in (False, True):
+        options = ort.SessionOptions()
+        if exact:
+            options.add_session_config_entry(*EXACT_OPTION)
+        answers += ort.InferenceSession(str(path), options).run(None, {key: x.numpy() for key, x in inputs.items()})
+    assert all(np.array_equal(a, b) for a, b in zip(answers[:3], answers[3:], strict=True))
+    assert verify_onnx(path, model, [inputs]).max_difference < 2e-6
+    found = compare_layers(path, model, inputs)
+    assert len(found) == 6 and not any(layer.beyond_ties for layer in found)
+    assert optimized_operators(path)["QLinearConv"] == 3 and not optimized_operators(path)["Slice"]
+    assert len(find_saturation(path)) == 2
+    assert {found.rule.name for found in lint_onnx(path, "onnxruntime")} <= {"saturation"}
 
 
 def test_a_table_of_few_bits_is_packed_too(tmp_path: Path) -> None:

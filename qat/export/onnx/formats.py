@@ -326,6 +326,29 @@ def _in_bytes(values: Array, bits: int) -> bytes:
     return bytes(np.bitwise_or.reduce(packed, axis=1).tobytes())
 
 
+def store_once(proto: ModelProto) -> None:
+    """Store equal tensors of a `PAGE` and more once, as of a layer that is called often.
+
+    Each further one is a Slice of all of the first, which a runtime computes when it loads the file: every reader needs
+    a tensor of its own there (`own_initializers`), and of equal operators ONNX Runtime makes one. So each Slice ends
+    further behind the last element than the one before.
+    """
+    from onnx import helper
+
+    graph = proto.graph
+    slices: list[NodeProto] = []
+    kept: dict[tuple[int, tuple[int, ...], bytes], str] = {}
+    for tensor in [tensor for tensor in graph.initializer if len(tensor.raw_data) >= PAGE]:
+        name, sizes = tensor.name, tuple(tensor.dims)
+        first = kept.setdefault((tensor.data_type, sizes, tensor.raw_data), name)
+        if first != name:
+            graph.initializer.remove(tensor)
+            bounds = {"first": 0, "end": sizes[0] + len(slices)}
+            inputs = [store(graph, f"{name}.{key}", np.array([value])) for key, value in bounds.items()]
+            slices.append(helper.make_node("Slice", [first, *inputs], [name], name=f"{name}.shared"))
+    insert(graph, 0, *slices)
+
+
 def save(proto: ModelProto, path: Path, notes: dict[str, str]) -> None:
     """Check and write a model atomically; above 2 GB integers go to `<file>.data`.
 

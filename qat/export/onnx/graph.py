@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,9 @@ def stored_arrays(graph: GraphProto) -> dict[str, Array]:
             stored[node.output[0]] = numpy_helper.to_array(values["value"])
         elif node.op_type == "Constant" and "value_float" in values:
             stored[node.output[0]] = np.array(values["value_float"], np.float32)
+        elif node.op_type == "Slice" and len(node.input) == 3 and set(node.input) <= stored.keys():
+            bounds = (stored[name].reshape(-1).tolist() for name in node.input[1:])
+            stored[node.output[0]] = stored[node.input[0]][tuple(itertools.starmap(slice, zip(*bounds, strict=True)))]
         elif node.op_type == "Identity" and node.input[0] in stored:
             stored[node.output[0]] = stored[node.input[0]]
         elif node.op_type == "Cast" and node.input[0] in stored:

@@ -62,8 +62,7 @@ def own_initializers(proto: ModelProto) -> None:
     The exporter stores equal tensors once and computes equal nodes once. With `session.x64quantprecision=1` ONNX
     Runtime converts every weight to uint8, and names the result after the initializer that it converts. Where two
     weights share an initializer, the second one cannot be converted, and ONNX Runtime refuses the file ("Attempt to
-    replace the existing tensor"). So a small layer that is called twice has its weight in the file twice, which is the
-    case for a large one anyway.
+    replace the existing tensor"). `store_once` makes large ones small again.
     """
     stored = {tensor.name for tensor in proto.graph.initializer}
     taken: set[str] = set()
