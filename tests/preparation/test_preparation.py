@@ -48,6 +48,24 @@ def test_the_summary_names_what_computes_in_float_between_layers(target: str) ->
     assert said == ([f"{target} computes {named} between the layers in float: {reason}"] if named else [])
 
 
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "integer_only"])
+def test_the_summary_names_convolutions_that_give_answers(target: str, tmp_path: Path) -> None:
+    """Behind norm and activation too; one with a quantizer of the user's own behind it computes on integers."""
+    ends = {"plain": nn.Conv2d(4, 4, 1), "normed": nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()),
+            "own": nn.Sequential(nn.Conv2d(4, 4, 1), create_quantizer(qat.QuantSpec(), "activation"))}  # fmt: skip
+    net = Plain(lambda self, x: [end(self.stem(x)) for end in self.ends.values()],
+                stem=nn.Conv2d(3, 4, 1), ends=nn.ModuleDict(ends))  # fmt: skip
+    model = qat.prepare(net, qat.QuantRecipe(target=target), IMAGES)
+    said = [line for line in qat.summary(model).splitlines() if "that give answers" in line]
+    assert [line.partition(":")[0] for line in said] == [
+        "onnxruntime computes the convolutions that give answers in float (ends.plain, ends.normed.0)"
+    ] * (target == "onnxruntime")
+    if said:
+        qat.calibrate(model, [IMAGES])
+        qat.export_onnx(model.eval(), tmp_path / "model.onnx", IMAGES)
+        assert qat.verify_onnx(tmp_path / "model.onnx", model, [IMAGES]).float_convolutions == 2
+
+
 @pytest.mark.parametrize(("make", "sentence"), [
     (lambda: qat.prepare(Net(), IMAGES),
      "prepare: recipe must be a QuantRecipe, got Tensor; inputs are given by name, prepare(model,"
