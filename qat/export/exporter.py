@@ -20,6 +20,7 @@ from qat.export.checks import (
 from qat.export.onnx.formats import as_json, pack_weights, save, store_once, take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
+from qat.export.onnx.opsets import TRACED, lower_opset
 from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips, rewrite_for_runtime
 from qat.inputs import Inputs, expect_model
@@ -77,7 +78,8 @@ def export_onnx(
         packed: store integers of at most 4 bits in 4-bit containers (opset 21), from which a Cast makes the 8 bits of
             the kernels when a runtime loads the file: ONNX Runtime is as fast with them. False for a runtime that does
             not read INT4; an opset below 21 has none. Opset 25 has containers of 2 bits too.
-        opset: the version of ONNX's operators, 18 to 25; a runtime older than the opset does not read the file.
+        opset: the version of ONNX's operators, 13 to 25; a runtime older than the opset does not read the file. Below
+            18, which torch.onnx writes at least, later operators are made of older ones.
         normalization: (mean, std) of red, green and blue, of pixels in [0, 1]: the file then takes `pixels`, uint8
             images (N, H, W, 3), and computes (pixel/255 - mean) / std itself, to the bit as `train.py` does.
             `example_inputs` stay what the model takes.
@@ -106,7 +108,7 @@ def export_onnx(
     if found := float_results(model):
         warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=2)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
-    proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
+    proto = _traced(model, example_inputs, OnnxOperations(max(opset, TRACED), float_biases), opset)
     if format == "qonnx":  # its runtimes compute in float: the changes for ONNX Runtime's kernels are not needed
         to_qonnx(proto)
     else:
@@ -126,7 +128,7 @@ def export_onnx(
     save(proto, Path(path), notes)
 
 
-def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> "ModelProto":
+def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations, opset: int) -> "ModelProto":
     evaluated = evaluation_copy(model)
     drop_defaults(evaluated)
     rewrite_for_runtime(evaluated, operations)
@@ -138,6 +140,8 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     exported, proto = program.exported_program, program.model_proto
     assert exported is not None
     refuse_lost_options(exported)
+    if opset < operations.opset:
+        lower_opset(proto, opset)
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
     own_initializers(proto)  # after the names: copies get numbers behind them

@@ -11,8 +11,8 @@ from qat.integers.frozen import Operations
 OPSET = 21
 """The first opset with containers of 4 bits, and with 16-bit integers in QuantizeLinear."""
 
-OPSETS = range(18, 26)
-"""Opsets that torch.onnx writes and ONNX Runtime 1.31 computes in integers."""
+OPSETS = range(13, 26)
+"""Opsets with a scale for each channel that ONNX Runtime 1.31 computes in integers."""
 
 QUANTIZER = "qat.quantizer"
 """Metadata key of a QuantizeLinear during the export: the name of its quantizer."""

@@ -184,8 +184,9 @@ class ExportConfig(Section):
     packed: bool = True
     """Weights of at most 4 bits take 4 in the file; ONNX Runtime is as fast with it. false: 8 bits, for a runtime that
     does not read INT4."""
-    opset: Annotated[int, Field(ge=18, le=25)] = 21
-    """Of model.onnx; a runtime older than the opset does not read the file. 4 bits need 21, 2 bits 25."""
+    opset: Annotated[int, Field(ge=13, le=25)] = 21
+    """Of model.onnx; a runtime older than the opset does not read the file (TensorRT 8: 13 to 17). 4 bits take 4 from
+    21 on, 2 bits 2 at 25; below they take 8."""
 
 
 class RunConfig(Section):
