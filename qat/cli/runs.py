@@ -201,7 +201,7 @@ class Run:
     def data(self, overrides: list[str]) -> Data:
         """Load the data of the run; overrides say where they lie now."""
         config = load_config(str(self.folder / RESOLVED_CONFIG), overrides)
-        data = load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
+        data = load_data(config.data, config.seed, torch.device("cpu"), config.channels_last, config.task.kind)
         # Another folder may have other classes, whose labels would be others too.
         if data.classes != self.classes:
             counts = f"{len(data.classes)} classes, the model has {len(self.classes)}"

@@ -375,6 +375,8 @@ def check_forward(
             f"data.name: {config.data.name} has {what}, and {config.model.name} is for {task.name}; choose another data"
             " set or model (model.task says what one of your own learns)"
         )
+    if config.export.end_to_end and kind != "boxes":
+        raise UserError(f"export.end_to_end: is for detection; leave it out for {task.name}")
     for key, stage in (("float", config.float), ("qat", config.qat)):
         given = [name for name in ("mixup_alpha", "cutmix_alpha", "distillation") if getattr(stage, name, None)]
         if task is not CLASSIFICATION and given:

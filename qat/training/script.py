@@ -87,7 +87,7 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     # A run that goes on needs no pretrained weights: they are in its folder. Only rank 0 sees that.
     anew = ranks.from_first(not files.goes_on(config))
     with ranks.first_rank_first():
-        data = load_data(config.data, config.seed, device, config.channels_last)
+        data = load_data(config.data, config.seed, device, config.channels_last, config.task.kind)
         model = build_model(config.model, len(data.classes), with_weights=anew)
     prepared = check_early(config, data, model, anew)
     if dry:

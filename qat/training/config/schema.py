@@ -181,6 +181,9 @@ class ExportConfig(Section):
     exact_sums: Literal["auto", "always", "never"] = "auto"
     """Residual sums in float32, as torch adds them, in place of ONNX Runtime's faster integer sum, which rounds
     near-ties its own way. `auto`: if integer sums change a prediction; those that end on fewer than 8 bits always."""
+    end_to_end: bool = False
+    """For detection: also write end_to_end.onnx, which answers with boxes: decoding and non-maximum suppression are
+    inside. Its mAP is counted too."""
     packed: bool = True
     """Weights of at most 4 bits take 4 in the file; ONNX Runtime is as fast with it. false: 8 bits, for a runtime that
     does not read INT4."""

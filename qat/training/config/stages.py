@@ -33,7 +33,7 @@ class ModelConfig(Section):
     name: str = "resnet18"
     """A torchvision builder, which says the task (`resnet18`, `lraspp_mobilenet_v3_large`), a model of timm
     (`timm/mobilenetv4_conv_small`), or `package.module:callable` for a model of your own."""
-    task: Literal["classification", "segmentation"] | None = None
+    task: Literal["classification", "segmentation", "detection"] | None = None
     """What a model of your own learns: a label for each image (default), or for each pixel."""
     weights: str | None = None
     """Pretrained weights by torchvision's or timm's name (`DEFAULT`, `IMAGENET1K_V1`, `a1_in1k`); downloaded once."""

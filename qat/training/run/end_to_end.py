@@ -1,6 +1,7 @@
 """A detector's file that answers with boxes: decoding and non-maximum suppression inside."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,12 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from qat.training.run.folder import replacing
+from qat.export.onnxruntime.session import open_session, run_session
+from qat.training.loop.evaluation import evaluate
+from qat.training.loop.stage import Batches
+from qat.training.run.folder import Json, replacing
 from qat.training.tasks.decoding import OUTPUTS, Decoder
+from qat.training.tasks.task import Task
 
 END_TO_END = "end_to_end.onnx"
 
@@ -33,6 +38,15 @@ suppression (float[N, A, 4] boxes, float[N, K, A] scores) => (float[D, 7] detect
     detections = Gather <axis = 0> (rows, order)
 }}
 """
+
+
+def export_end_to_end(source: Path, model: nn.Module, image: Tensor, batches: Batches, task: Task) -> Json:
+    """Write the file beside `source`, run it over the batches, and return its score and size."""
+    path, decoder = source.with_name(END_TO_END), model.decoder
+    assert isinstance(decoder, Decoder)
+    write_end_to_end(source, path, decoder, image)
+    found = evaluate(model, batches, image.device, forward=partial(run_session, open_session(path)), task=task)
+    return {task.metric: found.score, "size_bytes": path.stat().st_size}
 
 
 def write_end_to_end(source: Path, path: Path, decoder: Decoder, image: Tensor) -> None:

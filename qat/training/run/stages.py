@@ -173,6 +173,12 @@ class Stages:
         proof = export_and_prove(model, path, example, self.data.val, self.config, metadata, self.log)
         self.results["onnx"], self.compared = proof.results, proof.layers
         self.log.say("\n".join(proof.sentences()))
+        if self.config.export.end_to_end:
+            from qat.training.run.end_to_end import END_TO_END, export_end_to_end
+
+            found = export_end_to_end(path, model, example, self.data.val, self.config.task)
+            self.results["onnx"]["end_to_end"] = found
+            self.log.say(f"{END_TO_END}: val {self.config.task.title} {score_of(found):.2f} % of the boxes it gives")
         self._write_layers(model, proof.saturation_table())
         self.results["warnings"].extend(proof.warnings())
         return proof.problem()
