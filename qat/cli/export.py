@@ -29,7 +29,7 @@ from qat.training.run.proof import prove
 
 EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
 OPTIONS = {  # by target
-    "onnx": ("format", "exact_sums", "unpacked", "opset", "input", "output", "pixels"),
+    "onnx": ("format", "exact_sums", "unpacked", "opset", "dynamic", "input", "output", "pixels"),
     "litert": ("integer_ends", "four_bits", "c_array", "table", "vela"),
 }
 NEEDED = {  # by option of litert, the module that it needs, and its package
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     onnx.add_argument("--exact-sums", action="store_true", help="add residual sums in float32, as torch does")
     onnx.add_argument("--unpacked", action="store_true", help="8 bits for weights of 4 and fewer, see export_onnx")
     onnx.add_argument("--opset", type=int, metavar="N", help=f"{OPSETS[0]} to {OPSETS[-1]}; default: {OPSET}")
+    onnx.add_argument("--dynamic", metavar="AXES", help="free axes: batch (the default), or batch,height,width")
     onnx.add_argument("--input", metavar="NAME", help="name of the file's input")
     onnx.add_argument("--output", metavar="NAME", help="name of the file's output")
     onnx.add_argument(
@@ -96,6 +97,7 @@ def _export_onnx(given: argparse.Namespace, opened: Run, path: Path) -> int:
         "exact_sums": given.exact_sums,
         "packed": not given.unpacked,
         "opset": OPSET if given.opset is None else given.opset,
+        "dynamic": (given.dynamic or "batch").split(","),
         "normalization": (kept.mean, kept.std) if given.pixels else None,
         "input_names": None if given.input is None else [given.input],
         "output_names": None if given.output is None else [given.output],

@@ -20,9 +20,9 @@ from qat.export.checks import (
 from qat.export.onnx.formats import as_json, pack_weights, save, store_once, take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
-from qat.export.onnx.opsets import TRACED, lower_opset
-from qat.export.onnx.program import export_program, fix_sizes, name_outputs, refuse_lost_options
+from qat.export.onnx.program import PLACES, Axes, export_program, fix_sizes, larger, name_outputs, refuse_lost_options
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips, rewrite_for_runtime
+from qat.export.onnxruntime.verification import check_other_sizes
 from qat.inputs import Inputs, expect_model
 from qat.integers.evaluation import drop_defaults, evaluation_copy
 from qat.integers.freezing import frozen_grids
@@ -46,6 +46,7 @@ def export_onnx(
     format: Format = "qdq",
     packed: bool = True,
     opset: int = OPSET,
+    dynamic: Axes = ("batch",),
     normalization: tuple[Sequence[float], Sequence[float]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
@@ -78,8 +79,9 @@ def export_onnx(
         packed: store integers of at most 4 bits in 4-bit containers (opset 21), from which a Cast makes the 8 bits of
             the kernels when a runtime loads the file: ONNX Runtime is as fast with them. False for a runtime that does
             not read INT4; an opset below 21 has none. Opset 25 has containers of 2 bits too.
-        opset: the version of ONNX's operators, 13 to 25; a runtime older than the opset does not read the file. Below
-            18, which torch.onnx writes at least, later operators are made of older ones.
+        opset: the version of ONNX's operators, 13 to 25; a runtime older than the opset does not read the file.
+        dynamic: axes of free sizes: "batch", and of images (N, C, H, W) "height" and "width". With these the file is
+            compared with the model at larger sizes. Of sizes that the model itself refuses, it may make anything.
         normalization: (mean, std) of red, green and blue, of pixels in [0, 1]: the file then takes `pixels`, uint8
             images (N, H, W, 3), and computes (pixel/255 - mean) / std itself, to the bit as `train.py` does.
             `example_inputs` stay what the model takes.
@@ -92,7 +94,7 @@ def export_onnx(
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
             something else than tensors, if torch.onnx cannot export it, if the ONNX graph lacks a quantizer, or for an
-            opset, a format or names that do not fit.
+            opset, a format, axes or names that do not fit.
     """
     expect_model(export_onnx, model)
     check_new_file(Path(path))
@@ -100,6 +102,8 @@ def export_onnx(
         raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
     if format not in get_args(Format):
         raise ValueError(f"export_onnx: format must be {', '.join(get_args(Format))}, got {format!r}")
+    if isinstance(dynamic, str) or not {*dynamic} <= {*PLACES}:
+        raise ValueError(f"export_onnx: dynamic must be a list of {', '.join(PLACES)}, got {dynamic!r}")
     notes = as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]
@@ -108,7 +112,7 @@ def export_onnx(
     if found := float_results(model):
         warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=2)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
-    proto = _traced(model, example_inputs, OnnxOperations(max(opset, TRACED), float_biases), opset)
+    proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases), dynamic)
     if format == "qonnx":  # its runtimes compute in float: the changes for ONNX Runtime's kernels are not needed
         to_qonnx(proto)
     else:
@@ -128,23 +132,27 @@ def export_onnx(
     save(proto, Path(path), notes)
 
 
-def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations, opset: int) -> "ModelProto":
+def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations, dynamic: Axes) -> "ModelProto":
     evaluated = evaluation_copy(model)
     drop_defaults(evaluated)
     rewrite_for_runtime(evaluated, operations)
     frozen = frozen_for("export_onnx", evaluated, operations)
     try:
-        program = export_program(frozen, example_inputs, operations.opset)
+        program = export_program(frozen, example_inputs, operations.opset, dynamic)
     except Exception as error:  # torch.onnx has its own types
         raise why_not_exported(model, example_inputs, error) from error
     exported, proto = program.exported_program, program.model_proto
     assert exported is not None
     refuse_lost_options(exported)
-    if opset < operations.opset:
+    if (opset := operations.written) < operations.opset:
+        from qat.export.onnx.opsets import lower_opset
+
         lower_opset(proto, opset)
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
     own_initializers(proto)  # after the names: copies get numbers behind them
-    fix_sizes(exported, proto)
+    fix_sizes(exported, proto, dynamic)
     name_outputs(exported, proto)
+    if {"height", "width"} & set(dynamic):
+        check_other_sizes(model, proto.SerializeToString(), lambda *more: larger(example_inputs, dynamic, *more))
     return proto

@@ -14,6 +14,9 @@ OPSET = 21
 OPSETS = range(13, 26)
 """Opsets with a scale for each channel that ONNX Runtime 1.31 computes in integers."""
 
+TRACED = 18
+"""The first opset that torch.onnx writes; older ones are made of it."""
+
 QUANTIZER = "qat.quantizer"
 """Metadata key of a QuantizeLinear during the export: the name of its quantizer."""
 
@@ -32,7 +35,7 @@ class OnnxOperations(Operations):
     """
 
     def __init__(self, opset: int = OPSET, float_biases: bool = False) -> None:
-        self.opset, self.float_biases = opset, float_biases
+        self.opset, self.written, self.float_biases = max(opset, TRACED), opset, float_biases
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str

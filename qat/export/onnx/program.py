@@ -8,8 +8,8 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,21 @@ from qat.torch_internals import argument_names, pytree
 if TYPE_CHECKING:
     from onnx import ModelProto
 
+Axes = Sequence[Literal["batch", "height", "width"]]
+"""Names of axes whose sizes are free: the first one of all tensors, the others of images alone."""
 
-def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> torch.onnx.ONNXProgram:
-    """Run the exporter; the first axis is free unless the model takes a single length."""
+PLACES = {"batch": 0, "height": 2, "width": 3}
+
+
+def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int, dynamic: Axes) -> torch.onnx.ONNXProgram:
+    """Run the exporter; a batch that alone is free is not if the model takes one length."""
     order = list(inspect.signature(frozen.forward).parameters)
 
-    def run(samples: int) -> torch.onnx.ONNXProgram:
+    def run(samples: int, dynamic: Axes) -> torch.onnx.ONNXProgram:
         args, kwargs = _example_arguments(example_inputs, samples)
         kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
-        shapes: Any = None
-        if samples > 1:  # every tensor's first axis is free, unless the model computes with its length
-            shapes = tuple(pytree.tree_map(_free_batch, args)) if args else pytree.tree_map(_free_batch, kwargs)
+        auto = torch.export.Dim.AUTO  # free, unless the model computes with the length
+        shapes = pytree.tree_map(lambda x: dict.fromkeys(_free(x, dynamic), auto) or None, args or kwargs)
         with quiet_export():
             program = torch.onnx.export(
                 frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False,
@@ -45,10 +49,11 @@ def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> tor
         return program
 
     try:
-        return run(2)
+        return run(1 + ("batch" in dynamic), dynamic)
     except Exception:  # an unbatched image, whose first axis is its channels; or a model that cannot be exported
         with contextlib.suppress(Exception):
-            return run(1)
+            if list(dynamic) == ["batch"]:
+                return run(1, ())
         raise
 
 
@@ -84,30 +89,34 @@ def _example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any,
     return as_arguments(pytree.tree_map_only(Tensor, ready, example_inputs))
 
 
-def fix_sizes(exported: ExportedProgram, proto: ModelProto) -> None:
+def fix_sizes(exported: ExportedProgram, proto: ModelProto, dynamic: Axes) -> None:
     """Write the sizes that torch.export found to be fixed; warn of a fixed batch."""
     names = exported.graph_signature.user_inputs  # constants among the arguments are no inputs of the file
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
-    batches: dict[str, str] = {}
+    known: dict[str, str] = {}
     for tensor, declared in zip(tensors, proto.graph.input, strict=True):
         axes = declared.type.tensor_type.shape.dim
         fixed = [_fixed(size, exported) for size in tensor.shape]
         for size, axis in zip(fixed, axes, strict=True):
             if size is not None:
                 axis.dim_value = size
-        if fixed and fixed[0] is None:
-            batches.setdefault(str(tensor.shape[0]), f"batch_{declared.name}" if batches else "batch")
-        if fixed and fixed[0] is not None:
-            warnings.warn(
-                f"export_onnx: the first axis of the input {declared.name!r} is fixed at {fixed[0]}, for the model"
-                " computes with it as with a number",
-                stacklevel=3,
-            )
+        for place, name in _free(tensor, dynamic).items():
+            if fixed[place] is None:
+                taken = name in known.values()
+                known.setdefault(str(tensor.shape[place]), f"{name}_{declared.name}" if taken else name)
+                continue
+            said = f"export_onnx: the {name if place else 'first axis'} of the input {declared.name!r} is fixed at"
+            said += f" {fixed[place]}, for the model computes with it as with a number"
+            if place:
+                raise ValueError(f"{said}; leave {name!r} out of dynamic")
+            warnings.warn(said, stacklevel=3)
+    if missing := {*dynamic} - {"batch", *known.values()}:
+        raise ValueError(f"export_onnx: dynamic: no image (N, C, H, W) has a free {min(missing)} of its own")
     for end in (*proto.graph.input, *proto.graph.output):
         for axis in end.type.tensor_type.shape.dim:
             if axis.dim_param:
-                axis.dim_param = re.sub(r"\w+", lambda found: batches.get(found[0], found[0]), axis.dim_param)
+                axis.dim_param = re.sub(r"\w+", lambda found: known.get(found[0], found[0]), axis.dim_param)
 
 
 def name_outputs(exported: ExportedProgram, proto: ModelProto) -> None:
@@ -125,8 +134,20 @@ def _fixed(size: int | torch.SymInt, exported: ExportedProgram) -> int | None:
     return int(limits.lower) if limits is not None and limits.lower == limits.upper else None
 
 
-def _free_batch(x: object) -> dict[int, object] | None:
-    return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
+def _free(x: object, dynamic: Axes) -> dict[int, str]:
+    most = 0 if not isinstance(x, Tensor) else 4 if x.dim() == 4 and x.is_floating_point() else min(x.dim(), 1)
+    return {place: name for name, place in PLACES.items() if name in dynamic and place < most}
+
+
+def larger(inputs: Inputs, dynamic: Axes, height: int, width: int) -> Any:
+    """Return random images in place of those that may be larger by so much."""
+
+    def other(x: Tensor) -> Tensor:
+        more = {place: (0, 0, height, width)[place] for place in _free(x, dynamic)}
+        sizes = [size + more.get(place, 0) for place, size in enumerate(x.shape)]
+        return x if sizes == [*x.shape] else torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+
+    return pytree.tree_map_only(Tensor, other, inputs)
 
 
 @contextlib.contextmanager

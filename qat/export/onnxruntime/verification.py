@@ -5,7 +5,7 @@ import re
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating, in_full_precision
-from qat.export.agreement import Verification, answers, judge, output_tensors
+from qat.export.agreement import MIN_AGREEMENT, Verification, answers, close_predictions, judge, output_tensors
 from qat.export.checks import check_finite
 from qat.export.onnxruntime.session import open_session, run_session
-from qat.inputs import Batch, Inputs, as_batches, check_model, run_batch
+from qat.inputs import Batch, Inputs, as_batches, call_model, check_model, described, does_not_run, run_batch
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import NEAR_TIE, ROUNDING, Follower, LayerDifference, no_quantizer
 from qat.quantizer import Quantizer
@@ -165,6 +165,28 @@ class LayerComparison:
             levels = ((ours - theirs).abs() / quantizer.grid()[0]).nan_to_num().ceil()
             layers.append(LayerDifference(name, ours.numel(), off, int(levels.amax() if off else 0), off))
         return [replace(each, fused=tuple(found)) for each in layers if each.beyond_ties > NEAR_TIE * each.elements][:1]
+
+
+def check_other_sizes(model: nn.Module, file: bytes, larger: Callable[[int, int], Inputs]) -> None:
+    """Compare a traced file with its model on inputs higher and wider by some pixels."""
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        path = Path(folder, "free.onnx")
+        path.write_bytes(file)
+        comparison = LayerComparison(path, model, optimize=False)
+        for height, width in ((32, 64), (64, 32), (37, 19)):
+            inputs = larger(height, width)
+            try:
+                call_model(comparison.model, inputs)
+            except Exception as error:  # of the user's own code
+                if height % 2:  # many models take no odd sizes
+                    break
+                raise does_not_run("export_onnx: dynamic", model, described(inputs), error) from error
+            found, answers = comparison.follow(inputs)
+            off = any(each.beyond_ties > NEAR_TIE * each.elements for each in found)
+            if off or any(close_predictions([both]).float().mean() < MIN_AGREEMENT for both in answers):
+                raise ValueError(
+                    f"export_onnx: dynamic: with {described(inputs)} the file answers otherwise than the model"
+                )
 
 
 def _beyond_rounding(ours: Tensor, theirs: Tensor) -> int:

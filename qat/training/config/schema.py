@@ -188,8 +188,9 @@ class ExportConfig(Section):
     """Weights of at most 4 bits take 4 in the file; ONNX Runtime is as fast with it. false: 8 bits, for a runtime that
     does not read INT4."""
     opset: Annotated[int, Field(ge=13, le=25)] = 21
-    """Of model.onnx; a runtime older than the opset does not read the file (TensorRT 8: 13 to 17). 4 bits take 4 from
-    21 on, 2 bits 2 at 25; below they take 8."""
+    """Of model.onnx; an older runtime does not read the file (TensorRT 8: 13 to 17). 4 bits need 21, 2 bits 25."""
+    dynamic: tuple[Literal["batch", "height", "width"], ...] = ("batch",)
+    """Axes of model.onnx whose sizes are free; with height or width the file is compared with the model at others."""
 
 
 class RunConfig(Section):

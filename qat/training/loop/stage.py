@@ -212,7 +212,7 @@ def _of_the_whole_run(run: StageRun) -> list[str]:
     if run.name != "qat":
         return []
     found, export, bits = [], run.config.export, run.config.quantization.residual_bits
-    for name in ("exact_sums", "packed", "opset"):
+    for name in ("exact_sums", "packed", "opset", "dynamic"):
         value = getattr(export, name)
         if not export.onnx and value != type(export).model_fields[name].default:
             found.append(f"export.{name}: {str(value).lower()} has no effect: export.onnx is false")

@@ -244,9 +244,9 @@ def export_and_prove(
 def _write(
     model: fx.GraphModule, path: Path, example: Tensor, metadata: Json, exact_sums: bool, config: RunConfig
 ) -> None:
-    packed, opset = config.export.packed, config.export.opset
+    options = config.export.model_dump(include={"packed", "opset", "dynamic"})
     try:
-        qat.export_onnx(model, path, example, metadata=metadata, exact_sums=exact_sums, packed=packed, opset=opset)
+        qat.export_onnx(model, path, example, metadata=metadata, exact_sums=exact_sums, **options)
     except Exception as error:  # the exporter has its own types
         if isinstance(error, OSError) or is_memory_shortage(error):
             raise
