@@ -86,7 +86,7 @@ def _between(model: nn.Module) -> Iterator[str]:
             where = f" in {prefix.rstrip('.')}" if prefix else ""
             why = f": {reason.text}" if reason else ""
             yield f"{profile.name} computes {', '.join(named)} between the layers{where} in float{why}"
-        # ConvInteger, whose sums a Mul makes floats, takes 1.6 to 5.4 times as long as a convolution in float (x86, VNNI).
+        # ConvInteger and a Mul take 1.6 to 5.4 times as long as a convolution in float (x86, VNNI).
         called = (node for node in part.graph.nodes if is_convolution(submodule_of(part, node)))
         ends = dict.fromkeys(f"{prefix}{node.target}" for node in called if _is_answer(node, part))
         if ends and profile.name.startswith("onnxruntime"):

@@ -73,13 +73,8 @@ def test_losses_and_boxes_are_the_detectors_own(pair: tuple[Any, nn.Module, Dete
 
 
 def test_twenty_steps_have_the_losses_of_a_plain_loop_of_torchvision() -> None:
-    data = load_data(
-        DataConfig(name="canvases", image_size=SIDE, batch_size=4, limit_train=80),
-        0,
-        torch.device("cpu"),
-        True,
-        "boxes",
-    )
+    canvases = DataConfig(name="canvases", image_size=SIDE, batch_size=4, limit_train=80)
+    data = load_data(canvases, 0, torch.device("cpu"), False, "boxes")
     torch.manual_seed(0)
     network = build_model(ModelConfig(name=SSDLITE), 11)
     torch.manual_seed(0)
@@ -150,12 +145,8 @@ def test_mean_average_precision_is_an_independent_count_over_uneven_batches() ->
         mine = truths[truths[:, 0] == number]
         rows[number, : len(mine)] = torch.tensor(np.column_stack([mine[:, 1], mine[:, 3:], mine[:, 2] * 0])).float()
     found = [
-        {
-            "boxes": torch.tensor(mine[:, 3:]),
-            "labels": torch.tensor(mine[:, 1]).long(),
-            "scores": torch.tensor(mine[:, 2]),
-        }
-        for mine in (near[near[:, 0] == number] for number in range(7))
+        {"boxes": mine[:, 3:], "labels": mine[:, 1].long(), "scores": mine[:, 2]}
+        for mine in (torch.tensor(near[near[:, 0] == number]) for number in range(7))
     ]
     task, logits = _Given(found), {"cls_logits": torch.zeros(1, 1, 4)}
 
