@@ -81,7 +81,9 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
                 result = run_batch("layer_errors", model, inputs)
                 if isinstance(result, Tensor):
                     seen["output"] = _sample(result)
-    gathered = {name: sqnr(x, outputs[1][name]) for name, x in outputs[0].items() if name in outputs[1]}
+    # A detector of two stages may look at other boxes when it is quantized, whose tensors are of other shapes.
+    alike = {name: x for name, x in outputs[0].items() if name in outputs[1] and x.shape == outputs[1][name].shape}
+    gathered = {name: sqnr(x, outputs[1][name]) for name, x in alike.items()}
     # One device synchronisation for all layers.
     numbers = torch.stack([*local.values(), *gathered.values()]).tolist() if gathered else []
     alone_db = dict(zip(local, numbers, strict=False))

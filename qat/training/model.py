@@ -381,12 +381,17 @@ def check_forward(
         given = [name for name in ("mixup_alpha", "cutmix_alpha", "distillation") if getattr(stage, name, None)]
         if task is not CLASSIFICATION and given:
             raise UserError(f"{key}.{given[0]}: is for classification; leave it out for {task.name}")
+    if config.export.onnx and hasattr(model, "roi_heads"):
+        raise UserError(
+            f"export.onnx: {config.model.name} decides on boxes between its parts, and no file holds both; set"
+            " export.onnx=false, and docs/detection.md exports the parts"
+        )
     if config.export.onnx and task is CLASSIFICATION and not isinstance(output, torch.Tensor):
         raise UserError(
             f"model: {config.model.name} returns {type(output).__name__}, and ONNX export needs a tensor of logits;"
             " return that, or set export.onnx=false"
         )
-    outputs = task.class_count(task.answers(output, images))
+    outputs = task.bound(model).class_count(task.answers(output, images))
     if outputs < classes:
         raise UserError(f"model: {config.model.name} has {outputs} outputs, the data set {classes} classes")
 

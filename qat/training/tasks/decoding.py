@@ -17,6 +17,10 @@ OUTPUTS = ("cls_logits", "bbox_regression", "bbox_ctrness")
 """Outputs of a network in their order; FCOS alone has the last."""
 
 
+FOUND = "boxes"
+"""Key of what a network of two stages has found."""
+
+
 class DetectionNetwork(nn.Module):
     """Backbone and head of a one-stage detector of torchvision: from images to tensors."""
 
@@ -28,6 +32,55 @@ class DetectionNetwork(nn.Module):
     def forward(self, images: Tensor) -> Outputs:
         found = self.head(list(self.backbone(images).values()))
         return {name: found[name] for name in OUTPUTS if name in found}
+
+
+class TwoStageNetwork(nn.Module):
+    """Faster R-CNN of torchvision for images that have their size already.
+
+    It decides on boxes between its parts, which are quantized one by one: no graph holds all of it. While gradients are
+    recorded in training, it stops after the backbone, since all that follows needs the true boxes: `losses`.
+    """
+
+    def __init__(self, detector: Any) -> None:
+        super().__init__()
+        self.backbone, self.rpn, self.roi_heads = detector.backbone, detector.rpn, detector.roi_heads
+        self.classes: int = self.roi_heads.box_predictor.cls_score.out_features
+
+    @property
+    def decoder(self) -> "TwoStageNetwork":
+        """The network itself, which has the methods of `Decoder`."""
+        return self
+
+    def forward(self, images: Tensor) -> dict[str, Any]:
+        maps = self.backbone(images)
+        if self.training and torch.is_grad_enabled():
+            return dict(maps)
+        return {**maps, FOUND: self._run(False, maps, (images.shape[2], images.shape[3]), None)[0]}
+
+    def losses(self, outputs: dict[str, Any], size: tuple[int, int], targets: list[Found]) -> Outputs:
+        """Return the detector's losses by name, means over the batch."""
+        return self._run(True, {name: each for name, each in outputs.items() if name != FOUND}, size, targets)[1]
+
+    def boxes(self, outputs: dict[str, Any], size: tuple[int, int]) -> list[Found]:
+        """Return the boxes of each image, after non-maximum suppression."""
+        found: list[Found] = outputs[FOUND]
+        return found
+
+    def _run(
+        self, learning: bool, maps: Outputs, size: tuple[int, int], targets: list[Found] | None
+    ) -> tuple[list[Found], Outputs]:
+        deciding, count = (self.rpn, self.roi_heads), len(next(iter(maps.values())))
+        before = [each.training for each in deciding]
+        images = ImageList(next(iter(maps.values())).new_zeros(()).expand(count, 3, *size), [size] * count)
+        for each in deciding:  # without their layers: it says whether they lose or find
+            each.training = learning
+        try:
+            proposals, first = self.rpn(images, maps, targets)
+            found, second = self.roi_heads(maps, proposals, images.image_sizes, targets)
+        finally:
+            for each, mode in zip(deciding, before, strict=True):
+                each.training = mode
+        return found, {**first, **second}
 
 
 class Decoder:

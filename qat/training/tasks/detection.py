@@ -5,13 +5,14 @@ import io
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.training.errors import UserError
 from qat.training.tasks.task import Score, Task
 
 if TYPE_CHECKING:  # it imports torchvision, which takes seconds
-    from qat.training.tasks.decoding import Decoder, Found, Outputs
+    from qat.training.tasks.decoding import Decoder, Found, Outputs, TwoStageNetwork
 
     Answers = tuple[Outputs, torch.Size]
 
@@ -29,24 +30,28 @@ def size_of(answers: "Answers") -> tuple[int, int]:
 
 
 class Detection(Task):
-    """Boxes and their classes, by a one-stage detector of torchvision: SSD, SSDlite, RetinaNet, FCOS."""
+    """Boxes and their classes, by a detector of torchvision."""
 
     name, kind, builders = "detection", "boxes", "torchvision.models.detection"
     metric, title, train_metric = "map", "mAP", None
     builder_arguments: ClassVar = {"weights_backbone": None}  # which would be downloaded unasked
     has_classes = False
 
-    def __init__(self, decoder: "Decoder | None" = None) -> None:
+    def __init__(self, decoder: "Decoder | TwoStageNetwork | None" = None) -> None:
         self.decoder = decoder
 
     def network(self, model: nn.Module) -> nn.Module:
         """Return backbone and head, which know how to decode what they answer."""
-        from qat.training.tasks.decoding import DetectionNetwork
+        from qat.training.tasks.decoding import DetectionNetwork, TwoStageNetwork
 
+        if heads := getattr(model, "roi_heads", None):
+            if wants := "masks" if heads.has_mask() else "keypoints" if heads.has_keypoint() else "":
+                raise UserError(f"model: {type(model).__name__} learns {wants}, which no data set here has; use boxes")
+            return TwoStageNetwork(model)
         if absent := [name for name in ("backbone", "head", "anchor_generator") if not hasattr(model, name)]:
             raise UserError(
-                f"model: {type(model).__name__} has no {absent[0]}; detection is for one-stage detectors of"
-                " torchvision, such as SSD, SSDlite, RetinaNet and FCOS, and docs/detection.md for others"
+                f"model: {type(model).__name__} has no {absent[0]}; detection is for detectors of torchvision:"
+                " SSD, SSDlite, RetinaNet, FCOS and Faster R-CNN; docs/detection.md has the way of others"
             )
         return DetectionNetwork(model)
 
@@ -60,7 +65,9 @@ class Detection(Task):
         outputs: Any = output
         if not isinstance(output, dict):  # of a runtime, in the order of the file's
             outputs = dict(zip(OUTPUTS if len(outputs) > 1 else [DETECTIONS], outputs, strict=False))
-        return {name: each.float() for name, each in outputs.items()}, images.shape
+        return {
+            name: each.float() if isinstance(each, Tensor) else each for name, each in outputs.items()
+        }, images.shape
 
     def training_loss(self, output: object, images: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Any]:
         """Return the sum of the detector's losses, and the answers."""
@@ -87,13 +94,18 @@ class Detection(Task):
         return torch.zeros((), device=labels.device)  # boxes that are kept would cost more than the step
 
     def classes(self, answers: Any) -> Tensor:
-        """Return the class of each anchor."""
+        """Return the class of each anchor; of two stages, that of each image's best box."""
+        if "cls_logits" not in answers[0]:
+            best = [found["labels"][found["scores"].argsort(descending=True)[:1]] for found in self.boxes(answers)]
+            return torch.cat([F.pad(label, (0, 1 - len(label))) for label in best])
         chosen: Tensor = answers[0]["cls_logits"].argmax(2)
         return chosen
 
     def class_count(self, answers: Any) -> int:
         outputs = answers[0]
-        return int(outputs[DETECTIONS][:, 1].max()) + 1 if DETECTIONS in outputs else outputs["cls_logits"].shape[2]
+        if DETECTIONS in outputs:
+            return int(outputs[DETECTIONS][:, 1].max()) + 1
+        return int(outputs["cls_logits"].shape[2] if "cls_logits" in outputs else self.decoder.classes)  # type: ignore[union-attr]
 
     def boxes(self, answers: Any) -> "list[Found]":
         """Return the boxes of each image, in pixels of the network's images."""
