@@ -22,6 +22,7 @@ from benchmarks.reliability_table import fuzz_table, mutation_table
 from benchmarks.rules_table import calibrated_table, rules_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
+from benchmarks.tasks import tasks_table
 from benchmarks.worth_table import post_training_table, worth_table
 from benchmarks.zoo_libraries import NAMES
 from benchmarks.zoo_table import families_table, models_table
@@ -45,6 +46,7 @@ FROM_CODE = {
     "rules": rules_table,
     "calibrated_rules": calibrated_table,
     "targets": targets_table,
+    "tasks": tasks_table,
     "target_limits": limits_table,
     "target_reasons": reasons_table,
     "zoo_families": families_table,
