@@ -2,6 +2,9 @@
 
 import copy
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.models import get_model
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
+from torchvision.ops import FrozenBatchNorm2d
 
 from qat.cli.command import main as verb
 from qat.training.config.file import load_config
@@ -170,6 +174,35 @@ def test_a_crowd_is_nothing_to_find_and_no_mistake_to_find() -> None:
     assert task.score(task.counts((logits, [0]), rows[:, :0])).value == 0  # no true box at all
 
 
+def test_two_stages_have_the_detectors_own_losses_and_boxes() -> None:
+    torch.manual_seed(0)
+    name = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    detector: Any = _as_given(get_model(name, weights=None, weights_backbone=None, num_classes=4))
+    network = DETECTION.network(copy.deepcopy(detector))
+    task, images = DETECTION.bound(network), torch.randn(2, 3, SIDE, SIDE)
+    for _ in range(2):
+        torch.manual_seed(1)  # it draws which proposals it learns from
+        wanted = sum(detector.train()(list(images), _targets(ROWS)).values())
+        torch.manual_seed(1)
+        loss, _ = task.training_loss(network.train()(images), images, ROWS, 0.0)
+        assert float(loss.detach()) == float(wanted.detach())
+    with torch.no_grad():
+        answers = task.answers(network.eval()(images), images)
+        for one, other in zip(detector.eval()(list(images)), task.boxes(answers), strict=True):
+            assert len(one["boxes"]) and all(torch.equal(one[key], other[key]) for key in one)
+    assert float(task.total_loss(answers, ROWS)) > 0 and not network.rpn.training
+    assert task.class_count(answers) == 4 and task.classes(answers).shape == (2,)
+
+
+def test_pretrained_detectors_get_new_heads_and_keep_what_their_weights_change() -> None:
+    config = ModelConfig(name="retinanet_resnet50_fpn", weights="DEFAULT")
+    model = build_model(config, 5, with_weights=False).eval()
+    frozen = [each for each in model.modules() if isinstance(each, FrozenBatchNorm2d)]
+    assert len(frozen) == 53 and all(each.eps == 0 for each in frozen)
+    with torch.no_grad():
+        assert model(torch.zeros(1, 3, SIDE, SIDE))["cls_logits"].shape[2] == 5
+
+
 def test_the_builder_says_the_task() -> None:
     assert [task_of(name, None).name for name in ("ssd300_vgg16", "fcos_resnet50_fpn")] == ["detection"] * 2
     assert task_of("a.b:c", "detection") is DETECTION
@@ -213,6 +246,18 @@ def test_a_file_of_its_own_answers_with_the_models_boxes(finished: Path, tmp_pat
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"])[1] == "0"
     picture = _photo(tmp_path)
     assert verb(["predict", str(finished / "end_to_end.onnx"), str(picture), "--to", str(tmp_path), "--json"]) == 0
+
+
+def test_the_page_reads_boxes_without_torch(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "digits_detection").symlink_to(finished)
+    _photo(tmp_path)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "detection.md").read_text()
+    (code,) = re.findall(r"```python sketch\n(# read_boxes.py.*?)```", page, re.DOTALL)
+    code = code.replace("> 0.5", "> 0.01") + "\nimport sys\nassert 'torch' not in sys.modules\n"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert all(len(line.split()) == 6 for line in shown.stdout.splitlines()) and shown.stdout
 
 
 def _photo(folder: Path) -> Path:
