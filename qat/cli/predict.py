@@ -17,6 +17,7 @@ from qat.text import table
 from qat.training.data.images import read_picture
 from qat.training.data.transforms import pixels_of
 from qat.training.errors import problems_of
+from qat.training.report.drawing import draw, drawable
 from qat.training.run.folder import Json
 
 EXAMPLE = "python -m qat predict runs/resnet_int8 photo.png --compare"
@@ -80,40 +81,30 @@ def _labels(opened: Run, predicted: Predicted, given: argparse.Namespace) -> tup
 
 
 def _masks(opened: Run, predicted: Predicted, given: argparse.Namespace) -> tuple[Json, list[str]]:
-    from torchvision.utils import draw_segmentation_masks  # late, since it takes seconds
-
     classes = {name: each[0].argmax(0) for name, each in predicted.answers.items()}
     chosen, width = next(iter(classes.values())), next(iter(predicted.answers.values())).shape[1]
-    masks = torch.stack([chosen == label for label in range(1, int(chosen.max()) + 1)] or [chosen < 0])
     pixels = opened.as_pixels(predicted.images)[0].permute(2, 0, 1).contiguous()
-    drawn = predicted.drawn(given.to, "classes", draw_segmentation_masks(pixels, masks, alpha=0.6))
+    drawn = predicted.drawn(given.to, "classes", draw(pixels, chosen, opened.classes))
     shares = {name: each.flatten().bincount(minlength=width) / each.numel() for name, each in classes.items()}
     said, lines = _scores(opened, shares, given.top)
     return {**said, "drawn": str(drawn)}, lines
 
 
 def _boxes(opened: Run, predicted: Predicted, given: argparse.Namespace) -> tuple[Json, list[str]]:
-    from torchvision.utils import draw_bounding_boxes  # late, since it takes seconds
-
     scale = torch.tensor(predicted.picture.size * 2) / predicted.images.shape[3]
     boxes: dict[str, list[Json]] = {}
-    for name, answers in predicted.answers.items():
-        found = opened.task.boxes(answers)[0]
+    shown = [drawable(opened.task, answers, given.score)[0] for answers in predicted.answers.values()]
+    for name, found in zip(predicted.answers, shown, strict=True):
         rows = zip(found["labels"].tolist(), found["scores"].tolist(), (found["boxes"] * scale).tolist(), strict=True)
         boxes[name] = [
             {"class": opened.classes[label], "score": score, "box": [round(side, 1) for side in box]}
             for label, score, box in rows
-            if score >= given.score
         ]
-    shown = next(iter(boxes.values()))
-    sides = torch.tensor([each["box"] for each in shown]).reshape(-1, 4)
-    labels = [f"{each['class']} {each['score']:.2f}" for each in shown]
-    pixels = draw_bounding_boxes(pixels_of(predicted.picture), sides, labels, width=2) if shown else None
-    drawn = predicted.drawn(given.to, "boxes", pixels_of(predicted.picture) if pixels is None else pixels)
+    drawn = predicted.drawn(given.to, "boxes", draw(pixels_of(predicted.picture), shown[0], opened.classes, scale))
     lines = [
         [name, each["class"], f"{100 * each['score']:.1f} %", *(f"{side:.1f}" for side in each["box"])]
-        for name, found in boxes.items()
-        for each in found
+        for name, rows in boxes.items()
+        for each in rows
     ]
     head = ["runtime", "class", "score", "left", "top", "right", "bottom"]
     return {"boxes": boxes, "drawn": str(drawn)}, table([head, *lines], numbers=True) if lines else ["no boxes"]

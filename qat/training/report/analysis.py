@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +18,14 @@ from qat.analysis.table import quantizers_in_order
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
 from qat.contexts import evaluating
 from qat.export import LayerDifference
+from qat.export.onnxruntime.session import open_session, run_session
 from qat.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import to_device
-from qat.training.run.folder import Json
+from qat.training.report.drawing import draw_answers
+from qat.training.run.folder import DRAWN, MODEL, Json
 from qat.training.tasks.task import Task
 
 IMAGES = 16  # for the errors of layers and for histograms
@@ -38,12 +42,20 @@ def analyse(
     device: torch.device,
     layers: Iterable[LayerDifference],
     task: Task,
+    folder: Path,
 ) -> Json:
-    """Return the content of analysis.json; models keep their modes and statistics."""
+    """Return the content of analysis.json, and draw answers; models keep their modes and statistics."""
     images = to_device(next(iter(data.calibration(1))), device, channels_last=False)[0][:IMAGES]
     inferred, example = evaluation_copy(model), images[:1].cpu()  # without auxiliary classifiers
     errors = layer_errors(inferred, images.cpu())
     worst = sorted((each for each in errors if each.local is not None), key=lambda each: each.local or 0)[:WORST]
+    drawn: Json = {}
+    if task.kind != "labels":
+        engines: dict[str, Any] = {"float": lambda x: float_model(x.to(device)), "QAT": lambda x: model(x.to(device))}
+        if layers:  # else the run has written no file
+            engines[MODEL] = partial(run_session, open_session(folder / MODEL))
+        with evaluating(model), evaluating(float_model):
+            drawn = draw_answers(folder / DRAWN, engines, data, task)
     return {
         "order": quantizers_in_order(model),
         "layers": [vars(each) for each in errors],
@@ -52,6 +64,7 @@ def analyse(
         "batch_norm": batch_norm_lag(model, data, device),
         "histograms": histograms(model, float_model, images, [each.name for each in worst]),
         "answers": compare_answers(model, float_model, data, device, task),
+        "pictures": drawn,
         "integers": {"onnxruntime": [vars(each) for each in layers]},
     }
 

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from qat.contexts import warnings_ignored
-from qat.training.report.findings import AT_FLOOR, LAG, Points, ReportedRun
-from qat.training.run.folder import EVALUATION, SENSITIVITY
+from qat.training.report.findings import AT_FLOOR, LAG, SCORED, Points, ReportedRun
+from qat.training.run.folder import DRAWN, EVALUATION, SENSITIVITY
 from qat.training.run.report import ROWS, deviation_of, results_by_row
 from qat.training.tasks.known import CLASSIFICATION, score_of, task_in
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NAMED = 5  # curves with a name of their own in a figure of many
 MOVED = 0.01  # scales that have moved less have no name
+MOST_CLASSES = 30  # with bars
 FEW_LEVELS = 33  # grids of at most so many integers are drawn line by line
 # Foreground and background; in the SVG the page's own colours replace them, light or dark.
 INK, FAINT = "#010203", "#d0d1d2"
@@ -168,6 +169,48 @@ def accuracy(run: ReportedRun) -> "Figure | None":
     axis.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
     axis.invert_yaxis()
     axis.set(xlabel=f"{task.title} % of {images:,} images" + ", with two standard deviations" * known)
+    return figure
+
+
+def classes(run: ReportedRun) -> "Figure | None":
+    """Each class
+
+    Healthy: no class loses much more than the others, those with few images aside. The classes that lose most from
+    float to QAT come first, at most 30.
+    """
+    rows = list(run.classes.items())[:MOST_CLASSES]
+    if not rows:
+        return None
+    figure, axis = panel(1 + 0.3 * len(rows))
+    for number, key in enumerate(SCORED):
+        scores = [(place, row[number]) for place, (_, row) in enumerate(rows) if row[number] is not None]
+        places = [place + 0.27 * (number - 1) for place, _ in scores]
+        axis.barh(places, [score for _, score in scores], height=0.27, label=ROWS[key], color=COLOURS[number])
+    axis.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.set(xlabel=f"{task_in(run.summary['qat']).title.removeprefix('m')} %")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def pictures(run: ReportedRun) -> "Figure | None":
+    """Truth and answers
+
+    Healthy: QAT and its file answer as float does. Of the first 200 validation images, those on which float and QAT
+    differ most; boxes with scores of at least 0.5, which differ without a partner of the class that overlaps by half.
+    """
+    found, file = run.analysis.get("pictures"), run.path / DRAWN
+    if not found or not file.is_file():
+        return None
+    rows, columns = found["differing"], found["columns"]
+    figure, axis = panel(WIDTH * len(rows) / len(columns) + 0.2)
+    with Image.open(file) as drawn:
+        axis.imshow(drawn, extent=(0, len(columns), len(rows), 0), interpolation="none")
+    axis.set_xticks([place + 0.5 for place in range(len(columns))], columns)
+    axis.set_yticks([place + 0.5 for place in range(len(rows))], [f"{each:.3g}" for each in rows])
+    axis.tick_params(top=False, bottom=False, left=False, labeltop=True, labelbottom=False)
+    axis.set(ylabel=found["unit"], frame_on=False)
+    axis.grid(False)
     return figure
 
 
@@ -355,7 +398,10 @@ def integers(run: ReportedRun) -> "Figure | None":
     return figure
 
 
-_ALL = (results, accuracy, errors, sensitivity, scales, clipping, oscillation, histograms, batch_norm, integers)
+_ALL = (
+    results, accuracy, classes, pictures, errors, sensitivity, scales, clipping, oscillation, histograms, batch_norm,
+    integers,
+)  # fmt: skip
 
 # By the names of their functions, which name their pictures and sections of the page too.
 FIGURES: dict[str, Callable[[ReportedRun], "Figure | None"]] = {each.__name__: each for each in _ALL}

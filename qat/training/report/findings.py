@@ -20,6 +20,8 @@ from qat.training.tasks.known import score_of
 Points: TypeAlias = list[tuple[int, float]]  # (step, value), in the order of the steps
 Curves: TypeAlias = dict[tuple[str, str], Points]  # by run ("qat/train") and tag ("scale/conv1.weight_quantizer")
 
+SCORED = ("float", "calibrated", "qat")  # keys of the summary
+
 
 @dataclass
 class ReportedRun:
@@ -64,6 +66,14 @@ class ReportedRun:
         """The values of the resolved config by their keys, `qat.lr`."""
         return flat(parse_yaml(self.config) or {})
 
+    @cached_property
+    def classes(self) -> dict[str, tuple[float, ...]]:
+        """Scores of each class by the models of `SCORED`, the largest loss first."""
+        found = [self.summary.get(key, {}).get("by_class", {}) for key in SCORED]
+        rows = {name: tuple(each.get(name) for each in found) for name in found[0]}
+        known = {name: row for name, row in rows.items() if None not in (row[0], row[-1])}
+        return dict(sorted(known.items(), key=lambda each: each[1][-1] - each[1][0]))
+
     def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
         """Return the curves of a kind, such as `scale`, by quantizer, input to output."""
         found = {
@@ -87,6 +97,7 @@ FAR = 2.0  # factor by which a scale has moved away from its calibration
 JUMP = 0.5  # power of two by which a scale moved between two points of its curve; healthy ones move by percents
 LAG = 0.25  # deviations; the statistics of settled BatchNorms are within 0.1 of the batches'
 CLIPPED = 0.05  # share of the values
+CLASS = 5.0  # points that a class loses
 LEVELS = 0.25  # share of the levels that occur, at 8 bits
 TURNING = 0.05  # share of the weights that turn round
 WAITING = 0.3  # share of the time spent waiting for data
@@ -112,6 +123,9 @@ def findings(run: ReportedRun) -> list[str]:
 def _summary(run: ReportedRun) -> Iterator[str]:
     yield from (f"{warning}." for warning in run.summary.get("warnings", []))
     before, after = (score_of(run.summary.get(key, {})) for key in ("float", "qat"))
+    name, scores = next(iter(run.classes.items()), ("", (0.0, 0.0)))
+    if scores[0] - scores[-1] > CLASS:
+        yield f"Of all classes, {name} loses most from float to QAT: {scores[0]:.1f} % become {scores[-1]:.1f} %."
     images = run.summary.get("val_images")
     if images and before is not None and after is not None:
         noise = math.hypot(deviation_of(before, images), deviation_of(after, images))

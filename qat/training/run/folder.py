@@ -39,6 +39,7 @@ REPORT = "report.html"
 PICTURES = "figures"  # those of the report as PNG
 RESULTS = "results.png"
 ANALYSIS = "analysis.json"  # what the report shows besides curves and results
+DRAWN = "answers.png"  # masks or boxes drawn, for the report
 SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"  # measured by these verbs
 SUMMARY = "summary.json"  # written at the very end, and removed by a run that goes on: it marks a finished run
 
@@ -236,7 +237,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:
-            again |= {BEST_CHECKPOINT, MODEL, REPORT, PICTURES, RESULTS, ANALYSIS, SUMMARY}
+            again |= {BEST_CHECKPOINT, MODEL, REPORT, PICTURES, RESULTS, ANALYSIS, DRAWN, SUMMARY}
             again |= {SENSITIVITY, EVALUATION, LATENCY}
     return names <= again
 

@@ -119,7 +119,7 @@ class Stages:
                 model, self.data.val, self.device, channels_last=self.config.channels_last, task=self.config.task
             )
         task = self.config.task
-        self.results["calibrated"] = {task.metric: found.score}
+        self.results["calibrated"] = {task.metric: found.score, **self._by_class(found)}
         self.log.say(f"calibrated: val {task.title} {found.score:.2f} %")
         self.log.scalars(self.first_on_grids, "val", {"loss": found.loss, task.metric: found.score}, self.steps)
         if statistics:
@@ -185,8 +185,9 @@ class Stages:
 
     def analyse(self, float_model: nn.Module, model: nn.Module) -> None:
         if self.config.watch == "all":
-            found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared, self.config.task)
-            write_text(self.folder.path / ANALYSIS, json.dumps(found) + "\n")
+            task, path = self.config.task.bound(model), self.folder.path
+            found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared, task, path)
+            write_text(path / ANALYSIS, json.dumps(found) + "\n")
 
     def warn(self, sentences: list[str]) -> None:
         self.results.setdefault("warnings", []).extend(sentences)
@@ -232,11 +233,15 @@ class Stages:
             epoch, evaluation = choose_weights(run, evaluation)
             choice = {"weights": self.config.export.weights, "epoch": epoch}
         start = score_of(self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}))
-        task, by_class = self.config.task, [None if math.isnan(each) else each for each in evaluation.by_class]
-        choice |= {"by_class": dict(zip(self.data.classes, by_class, strict=False))} if by_class else {}
+        task = self.config.task
+        choice |= self._by_class(evaluation)
         self.results[name] = {task.metric: evaluation.score, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start, task))
+
+    def _by_class(self, evaluation: Evaluation) -> Json:
+        by_class = [None if math.isnan(each) else each for each in evaluation.by_class]
+        return {"by_class": dict(zip(self.data.classes, by_class, strict=False))} if by_class else {}
 
     def _steps(self) -> list[Step]:
         return [step.build() for step in self.config.quantization.calibration_steps]
