@@ -17,8 +17,7 @@ from qat.training.tasks.task import Task
 
 COMPARED = 200  # validation images of which those that differ most are drawn
 ROWS, SIDE = 6, 224  # images drawn, and their sides in pixels
-LOWEST = 0.5  # score of boxes that are drawn
-OVERLAP = 0.5  # from which two boxes of one class are partners
+LOWEST, OVERLAP = 0.5, 0.5  # score of boxes that are drawn; from which on two of a class are partners
 
 
 def draw(pixels: Tensor, answer: Any, names: list[str], scale: float | Tensor = 1.0) -> Tensor:
@@ -26,18 +25,18 @@ def draw(pixels: Tensor, answer: Any, names: list[str], scale: float | Tensor = 
     from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks  # late, since it takes seconds
 
     masked = isinstance(answer, Tensor)
-    found = (answer.unique() if masked else answer["labels"]).tolist()
-    labels = [label for label in found if not masked or label not in (0, IGNORED)]
+    labels = (answer[(answer != 0) & (answer != IGNORED)].unique() if masked else answer["labels"]).tolist()
     if not labels:
         return pixels
-    colours = [f"hsl({137 * label % 360}, 90%, 50%)" for label in labels]  # the golden angle: neighbours look different
+    colours = [f"hsl({137 * label % 360}, 90%, 60%)" for label in labels]  # by the golden angle neighbours differ
     if masked:
-        mask = F.interpolate(answer[None, None].float(), pixels.shape[1:])[0]
-        drawn = draw_segmentation_masks(pixels, torch.cat([mask == label for label in labels]), 0.6, colours)
+        large = F.interpolate(answer[None, None].float(), pixels.shape[1:])[0]
+        drawn = draw_segmentation_masks(pixels, large == torch.tensor(labels)[:, None, None], 0.6, colours)
     else:
         scores = [f" {score:.2f}" for score in answer.get("scores", torch.tensor([])).tolist()] or [""] * len(labels)
-        texts = [names[label] + score for label, score in zip(labels, scores, strict=True)]
-        drawn = draw_bounding_boxes(pixels, answer["boxes"] * scale, texts, colours, width=2)
+        known = dict(enumerate(names))  # a model may have more classes than the data
+        texts = [f"{known.get(label, label)}{score}" for label, score in zip(labels, scores, strict=True)]
+        drawn = draw_bounding_boxes(pixels, answer["boxes"] * scale, texts, colours, width=2, fill_labels=True)
     return torch.as_tensor(drawn)
 
 
@@ -45,9 +44,8 @@ def drawable(task: Task, answers: Any, lowest: float = LOWEST) -> list[Any]:
     """Return each image's mask, or its boxes of at least this score."""
     if task.kind == "masks":
         return list(task.classes(answers).cpu())
-    return [
-        {key: each[found["scores"] >= lowest].cpu() for key, each in found.items()} for found in task.boxes(answers)
-    ]
+    boxes = ((found, found["scores"] >= lowest) for found in task.boxes(answers))
+    return [{key: each[shown].cpu() for key, each in found.items()} for found, shown in boxes]
 
 
 def difference(one: Any, two: Any) -> float:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 NAMED = 5  # curves with a name of their own in a figure of many
 MOVED = 0.01  # scales that have moved less have no name
-MOST_CLASSES = 30  # with bars
 FEW_LEVELS = 33  # grids of at most so many integers are drawn line by line
 # Foreground and background; in the SVG the page's own colours replace them, light or dark.
 INK, FAINT = "#010203", "#d0d1d2"
@@ -178,16 +177,14 @@ def classes(run: ReportedRun) -> "Figure | None":
     Healthy: no class loses much more than the others, those with few images aside. The classes that lose most from
     float to QAT come first, at most 30.
     """
-    rows = list(run.classes.items())[:MOST_CLASSES]
-    if not rows:
+    if not (names := list(run.classes)[:30]):
         return None
-    figure, axis = panel(1 + 0.3 * len(rows))
+    figure, axis = panel(1 + 0.3 * len(names))
     for number, key in enumerate(SCORED):
-        scores = [(place, row[number]) for place, (_, row) in enumerate(rows) if row[number] is not None]
-        places = [place + 0.27 * (number - 1) for place, _ in scores]
-        axis.barh(places, [score for _, score in scores], height=0.27, label=ROWS[key], color=COLOURS[number])
-    axis.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axis.set_ylim(len(rows) - 0.4, -0.6)
+        scores = np.array([run.classes[name][number] for name in names], float)
+        axis.barh(np.arange(len(names)) + 0.27 * (number - 1), scores, 0.27, label=ROWS[key], color=COLOURS[number])
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
     axis.set(xlabel=f"{task_in(run.summary['qat']).title.removeprefix('m')} %")
     figure.legend(loc="outside lower center", ncols=3)
     return figure
@@ -203,14 +200,13 @@ def pictures(run: ReportedRun) -> "Figure | None":
     if not found or not file.is_file():
         return None
     rows, columns = found["differing"], found["columns"]
-    figure, axis = panel(WIDTH * len(rows) / len(columns) + 0.2)
+    figure, axis = panel(WIDTH * len(rows) / len(columns))
     with Image.open(file) as drawn:
         axis.imshow(drawn, extent=(0, len(columns), len(rows), 0), interpolation="none")
-    axis.set_xticks([place + 0.5 for place in range(len(columns))], columns)
-    axis.set_yticks([place + 0.5 for place in range(len(rows))], [f"{each:.3g}" for each in rows])
-    axis.tick_params(top=False, bottom=False, left=False, labeltop=True, labelbottom=False)
+    axis.set_xticks(np.arange(len(columns)) + 0.5, columns)
+    axis.set_yticks(np.arange(len(rows)) + 0.5, [f"{each:.3g}" for each in rows])
+    axis.tick_params(length=0, labeltop=True, labelbottom=False, grid_alpha=0)
     axis.set(ylabel=found["unit"], frame_on=False)
-    axis.grid(False)
     return figure
 
 
@@ -398,10 +394,8 @@ def integers(run: ReportedRun) -> "Figure | None":
     return figure
 
 
-_ALL = (
-    results, accuracy, classes, pictures, errors, sensitivity, scales, clipping, oscillation, histograms, batch_norm,
-    integers,
-)  # fmt: skip
+_ALL = (results, accuracy, classes, pictures, errors, sensitivity,
+        scales, clipping, oscillation, histograms, batch_norm, integers)  # fmt: skip
 
 # By the names of their functions, which name their pictures and sections of the page too.
 FIGURES: dict[str, Callable[[ReportedRun], "Figure | None"]] = {each.__name__: each for each in _ALL}

@@ -70,9 +70,9 @@ class ReportedRun:
     def classes(self) -> dict[str, tuple[float, ...]]:
         """Scores of each class by the models of `SCORED`, the largest loss first."""
         found = [self.summary.get(key, {}).get("by_class", {}) for key in SCORED]
-        rows = {name: tuple(each.get(name) for each in found) for name in found[0]}
-        known = {name: row for name, row in rows.items() if None not in (row[0], row[-1])}
-        return dict(sorted(known.items(), key=lambda each: each[1][-1] - each[1][0]))
+        rows = [(name, tuple(each.get(name) for each in found)) for name in found[0]]
+        known = [(name, row) for name, row in rows if None not in (row[0], row[-1])]
+        return dict(sorted(known, key=lambda each: each[1][-1] - each[1][0]))
 
     def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
         """Return the curves of a kind, such as `scale`, by quantizer, input to output."""
@@ -125,7 +125,7 @@ def _summary(run: ReportedRun) -> Iterator[str]:
     before, after = (score_of(run.summary.get(key, {})) for key in ("float", "qat"))
     name, scores = next(iter(run.classes.items()), ("", (0.0, 0.0)))
     if scores[0] - scores[-1] > CLASS:
-        yield f"Of all classes, {name} loses most from float to QAT: {scores[0]:.1f} % become {scores[-1]:.1f} %."
+        yield f"Of all classes, {name!r} loses most from float to QAT: {scores[0]:.1f} % become {scores[-1]:.1f} %."
     images = run.summary.get("val_images")
     if images and before is not None and after is not None:
         noise = math.hypot(deviation_of(before, images), deviation_of(after, images))

@@ -234,8 +234,8 @@ class Stages:
             choice = {"weights": self.config.export.weights, "epoch": epoch}
         start = score_of(self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}))
         task = self.config.task
-        choice |= self._by_class(evaluation)
-        self.results[name] = {task.metric: evaluation.score, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
+        choice |= {"epochs": stage.epochs, **self._by_class(evaluation)}
+        self.results[name] = {task.metric: evaluation.score, "loss": evaluation.loss, **choice}
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start, task))
 

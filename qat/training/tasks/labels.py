@@ -118,6 +118,6 @@ class Segmentation(Classification):
     def score(self, counts: Tensor) -> Score:
         """Return the mean of intersection over union, and that of each class."""
         right, chosen, truths = counts.double()
-        each = right / (chosen + truths - right)
+        each = 100 * right / (chosen + truths - right)
         chance = truths.max() / truths.sum() / (truths > 0).sum()
-        return Score(float(100 * each[chosen + truths > 0].mean()), float(100 * chance), tuple(each.tolist()))
+        return Score(float(each[chosen + truths > 0].mean()), float(100 * chance), tuple(each.tolist()))
