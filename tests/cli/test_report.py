@@ -20,8 +20,8 @@ from qat.training.report.figures import FIGURES
 from tests.cli.conftest import Verb
 from tests.runs.tiny_training import Captured, Patch, curves
 
-MEASURED = {"sensitivity", "oscillation"}
-"""Figures that a run may lack: of a verb, and of weights for too short a time."""
+MEASURED = {"sensitivity", "oscillation", "classes", "pictures"}
+"""Figures that a run may lack: of a verb, of weights for too short a time, and of masks and boxes."""
 
 
 def test_a_run_ends_with_its_report_and_its_pictures(pets: Path) -> None:

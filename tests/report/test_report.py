@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from qat.training.report import figures, page
 from qat.training.report.figures import FIGURES
@@ -25,8 +26,11 @@ HEALTHY: dict[str, dict[str, list[float]]] = {
     "oscillating": {key: [0.02, 0.01, 0.0] for key in NAMES[1:]},
 }
 SUMMARY = {
-    "float": {"top1": 98.0, "size_bytes": 4000}, "calibrated": {"top1": 97.0}, "epochs": 3, "val_images": 1000,
-    "qat": {"top1": 98.2, "epochs": 3, "epoch": 3, "weights": "last"}, "seconds": 12.0, "warnings": [], "problem": None,
+    "float": {"top1": 98.0, "size_bytes": 4000, "by_class": {"<cat>": 97.0, "dog": 99.0, "nowhere": None}},
+    "calibrated": {"top1": 97.0}, "epochs": 3, "val_images": 1000,
+    "qat": {"top1": 98.2, "epochs": 3, "epoch": 3, "weights": "last",
+            "by_class": {"<cat>": 97.0, "dog": 95.0, "nowhere": None}},
+    "seconds": 12.0, "warnings": [], "problem": None,
     "onnx": {"top1": 98.2, "agreement": 1.0, "size_bytes": 1000,
              "layers": {"differing": 1, "elements": 9, "compared": 2}},
     "versions": {"qat": "0.1.0"}, "machine": {"threads": 2},
@@ -39,6 +43,7 @@ ANALYSIS: dict[str, Any] = {
     "batch_norm": {"bn1": 0.02},
     "histograms": [{"layer": "conv1", "weight": GRID, "before": GRID, "input": None}],
     "answers": {"answers": 1000, "classes": ["<cat>", "dog"], "changes": [[0, 0, 1, 3]]},
+    "pictures": {"columns": ["truth", "float", "QAT"], "differing": [9.0, 0.5], "unit": "boxes differ"},
     "integers": {"onnxruntime": [{"name": "conv1_quantizer", "elements": 9, "differing": 1, "beyond_ties": 0}]},
 }  # fmt: skip
 
@@ -91,6 +96,7 @@ def test_a_page_has_every_figure_and_needs_nothing_else(tmp_path: Path) -> None:
         json.dumps({"images": 9, "float": {"loss": 1.0}, "layers": [{"name": "fc", "only": {"weight": {"loss": 2.0}}}]})
     )
     (run / "evaluation.json").write_text(json.dumps({"rows": [{"runtime": "openvino", "top1": 98.1, "images": 1000}]}))
+    Image.new("RGB", (30, 20)).save(run / "answers.png")
     assert write_report(run / "report.html", [ReportedRun(run)], pictures=True) == []
     text = (run / "report.html").read_text()
     found = Page(text)
@@ -203,6 +209,25 @@ def test_the_advice_goes_by_the_config(
         (run / "config.yaml").write_text(f"{text}\n")
         said += findings(ReportedRun(run))
     assert len(said) == 2 and (advice in said[0]) != (advice in said[1])
+
+
+def test_the_class_that_loses_most_is_named_and_comes_first(tmp_path: Path) -> None:
+    before = {f"class {number}": 60.0 + number for number in range(40)} | {"nowhere": None}
+    after = {**before, "class 7": 61.0, "class 9": 65.5}
+    summary = {**SUMMARY, "float": {"map": 80.0, "by_class": before}, "qat": {"map": 80.0, "by_class": after}}
+    sick, healthy = (
+        ReportedRun(write_run(tmp_path / name, {}, each)) for name, each in (("a", summary), ("b", SUMMARY))
+    )
+    assert findings(healthy) == []
+    assert findings(sick) == ["Of all classes, 'class 7' loses most from float to QAT: 67.0 % become 61.0 %."]
+    with figures.styled():
+        drawn = figures.classes(sick)
+    assert drawn is not None and drawn.axes[0].get_xlabel() == "AP %"
+    assert [each.get_text() for each in drawn.axes[0].get_yticklabels()][:3] == ["class 7", "class 9", "class 0"]
+    assert [[round(float(bar.get_width()), 1) for bar in bars][:2] for bars in drawn.axes[0].containers][::2] == [
+        [67.0, 69.0], [61.0, 65.5],
+    ]  # fmt: skip
+    assert len(drawn.axes[0].get_yticks()) == 30
 
 
 def test_what_the_run_itself_says_comes_first(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qat.training.data.loaders import Data
 from qat.training.data.transforms import ToInput
-from qat.training.run.folder import Json, replacing
+from qat.training.run.folder import Json
 from qat.training.tasks.labels import IGNORED
 from qat.training.tasks.task import Task
 
@@ -82,7 +82,6 @@ def draw_answers(path: Path, models: dict[str, Callable[[Tensor], Any]], data: D
     table = zip(pixels, truths, *answered(images), strict=True)
     tiles = [draw(image, each, data.classes, SIDE / images.shape[3]) for image, *row in table for each in row]
     grid = make_grid(tiles, nrow=1 + len(models), padding=2, pad_value=255)
-    with replacing(path) as temporary:
-        Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, format="PNG")
+    Image.fromarray(grid.permute(1, 2, 0).numpy()).save(path)
     unit = "boxes differ" if task.kind == "boxes" else "% of the pixels differ"
     return {"columns": ["truth", *models], "differing": [round(each, 2) for each in differing], "unit": unit}

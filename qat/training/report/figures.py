@@ -184,8 +184,7 @@ def classes(run: ReportedRun) -> "Figure | None":
         scores = np.array([run.classes[name][number] for name in names], float)
         axis.barh(np.arange(len(names)) + 0.27 * (number - 1), scores, 0.27, label=ROWS[key], color=COLOURS[number])
     axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(len(names) - 0.4, -0.6)
-    axis.set(xlabel=f"{task_in(run.summary['qat']).title.removeprefix('m')} %")
+    axis.set(xlabel=f"{task_in(run.summary['qat']).title.removeprefix('m')} %", ylim=(len(names) - 0.4, -0.6))
     figure.legend(loc="outside lower center", ncols=3)
     return figure
 
