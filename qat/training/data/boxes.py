@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from xml.etree import ElementTree
 
-import numpy as np
 import torch
 import yaml
 from torch import Tensor
 
 from qat.training.config.schema import AugmentConfig
-from qat.training.data.images import BoxFiles
+from qat.training.data.images import BoxFiles, paths_of
 from qat.training.data.masks import SUFFIXES, WITHOUT_MASKS
 from qat.training.data.transforms import Picture, Preprocessing, ToInput, resized
 from qat.training.errors import UserError, reading
@@ -135,8 +134,7 @@ def _box_files(where: Path, paths: Sequence[Any], sizes: Any, objects: Iterable[
         logger.info("data: '%s': %d %s %s", where, len(dropped), what, paths[dropped[0]])
     if empty := int((counts == 0).sum()):
         logger.info("data: '%s': %d of %d images are without objects", where, empty, len(paths))
-    names = np.array([os.fsencode(path) for path in paths])
-    return BoxFiles(names, rows[kept], counts.cumsum(0), classes, shares=sizes is None)
+    return BoxFiles(paths_of(paths), rows[kept], counts.cumsum(0), classes, shares=sizes is None)
 
 
 class BoxedTransform:

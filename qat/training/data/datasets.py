@@ -20,7 +20,7 @@ from qat.text import first_line
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
 from qat.training.data.boxes import read_coco, read_voc, read_yolo
-from qat.training.data.images import Dataset, ImageArray, ImageFiles, Images, MaskFiles
+from qat.training.data.images import Dataset, ImageArray, ImageFiles, Images, MaskFiles, paths_of
 from qat.training.data.masks import read_mask_folder
 from qat.training.data.scenes import draw_scenes
 from qat.training.data.transforms import Channels
@@ -100,14 +100,10 @@ def _voc(config: DataConfig, seed: int) -> Dataset:
     train, val = (
         read_voc(each.images, each.targets, VOC)
         if boxed
-        else MaskFiles(_paths(each.images), _paths(each.targets), len(VOC))
+        else MaskFiles(paths_of(each.images), paths_of(each.targets), len(VOC))
         for each in found
     )
     return Dataset(train, val, list(VOC), IMAGENET_MEAN, IMAGENET_STD)
-
-
-def _paths(names: list[str]) -> "np.ndarray[tuple[int], np.dtype[np.bytes_]]":
-    return np.array([os.fsencode(name) for name in names])
 
 
 VOC = (
@@ -244,7 +240,7 @@ def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
         left = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common(5))
         logger.info("data: '%s': files that are not read: %s; images lie in class folders, as %s", folder, left, kinds)
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))
-    return ImageFiles(_paths([path for paths in found for path in paths]), labels)
+    return ImageFiles(paths_of(path for paths in found for path in paths), labels)
 
 
 def _files_below(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeAlias
@@ -51,20 +52,38 @@ class ImageArray:
         return ImageArray(self.images.to(device), self.labels.to(device))
 
 
-@dataclass(frozen=True)
-class ImageFiles:
-    """Images on disk: their paths, and their int64 labels (N,).
+Paths: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
 
-    The paths are one array of bytes. A list of a million strings would be copied into every loader process, because
-    reference counts change the memory pages of the strings.
+
+def paths_of(names: Iterable[str | Path]) -> Paths:
+    """Return paths as one array of bytes.
+
+    A list of a million strings would be copied into every loader process, because reference counts change the memory
+    pages of the strings.
     """
+    return np.array([os.fsencode(name) for name in names])
 
-    paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
-    labels: Tensor
-    kind: ClassVar[Kind] = "labels"
+
+def _names(paths: Paths) -> bytes:
+    return b"/".join(map(os.path.basename, paths.tolist()))
+
+
+@dataclass(frozen=True)
+class Files:
+    """Base of the splits on disk, whose images are decoded one by one."""
+
+    paths: Paths
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.paths)
+
+
+@dataclass(frozen=True)
+class ImageFiles(Files):
+    """Images on disk: their paths, and their int64 labels (N,)."""
+
+    labels: Tensor
+    kind: ClassVar[Kind] = "labels"
 
     def sample(self, index: int) -> tuple[Image.Image, Tensor]:
         """Decode one image into 8-bit RGB, as torchvision's ImageFolder does; return its label too."""
@@ -73,23 +92,19 @@ class ImageFiles:
 
     def digest(self) -> str:
         """Return a short digest of file names without folders, and of labels."""
-        return digest_of(self.labels.contiguous().numpy().data, b"/".join(map(os.path.basename, self.paths.tolist())))
+        return digest_of(self.labels.contiguous().numpy().data, _names(self.paths))
 
     def subset(self, indices: Tensor) -> "ImageFiles":
         return ImageFiles(self.paths[indices.numpy()], self.labels[indices])
 
 
 @dataclass(frozen=True)
-class MaskFiles:
-    """Images and masks on disk, decoded one by one; a mask is an image of class numbers."""
+class MaskFiles(Files):
+    """Images and masks on disk; a mask is an image of class numbers."""
 
-    paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
-    masks: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
+    masks: Paths
     classes: int
     kind: ClassVar[Kind] = "masks"
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def sample(self, index: int) -> tuple[Image.Image, Tensor]:
         """Decode one image into 8-bit RGB, and its mask: uint8 (H, W), of the image's size."""
@@ -112,29 +127,25 @@ class MaskFiles:
         return picture, mask
 
     def digest(self) -> str:
-        return digest_of(*(b"/".join(map(os.path.basename, each.tolist())) for each in (self.paths, self.masks)))
+        return digest_of(_names(self.paths), _names(self.masks))
 
     def subset(self, indices: Tensor) -> "MaskFiles":
         return MaskFiles(self.paths[indices.numpy()], self.masks[indices.numpy()], self.classes)
 
 
 @dataclass(frozen=True)
-class BoxFiles:
-    """Images on disk, decoded one by one, and the boxes of their objects.
+class BoxFiles(Files):
+    """Images on disk, and the boxes of their objects.
 
     A row is an object: label (from 1 on; 0 is the background), x1, y1, x2, y2 in pixels, and 1 for what counts neither
     as found nor as missed (COCO's crowds, VOC's difficult ones), else 0.
     """
 
-    paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
     rows: Tensor  # float32 (T, 6), of all images in their order
     ends: Tensor  # int64 (N,): an image has the rows from the end before to its own
     classes: int
     shares: bool = False  # coordinates are shares of width and height
     kind: ClassVar[Kind] = "boxes"
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def sample(self, index: int) -> tuple[Image.Image, Tensor]:
         """Decode one image into 8-bit RGB, and return its objects: float32 (n, 6), in pixels."""
@@ -148,8 +159,7 @@ class BoxFiles:
         return picture, rows
 
     def digest(self) -> str:
-        names = b"/".join(map(os.path.basename, self.paths.tolist()))
-        return digest_of(self.rows.contiguous().numpy().data, self.ends.contiguous().numpy().data, names)
+        return digest_of(self.rows.contiguous().numpy().data, self.ends.contiguous().numpy().data, _names(self.paths))
 
     def subset(self, indices: Tensor) -> "BoxFiles":
         rows = [self._rows(index) for index in indices.tolist()]

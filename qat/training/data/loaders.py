@@ -42,20 +42,15 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 SampleKey: TypeAlias = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A transform of the image alone."""
-
-    transform: Transform
-
-    def __call__(self, picture: Picture, label: Tensor) -> Sample:
-        return self.transform(picture), label
+def labelled(transform: Transform, picture: Picture, label: Tensor) -> Sample:
+    """Return an image, transformed alone, and its label."""
+    return transform(picture), label
 
 
 class TransformedImages(Dataset[Sample]):
     """Images of a split, transformed one by one with torch's global generator."""
 
-    def __init__(self, images: Images, transform: Labelled | MaskedTransform | BoxedTransform, random: bool) -> None:
+    def __init__(self, images: Images, transform: Callable[[Picture, Tensor], Sample], random: bool) -> None:
         self.images, self.transform, self.random = images, transform, random
 
     # torch's loader calls it with the keys of a whole batch.
@@ -105,11 +100,11 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
 
 def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
     """Return the images of a split where they are, in batches if possible."""
-    labelled = images.kind == "labels"
-    if isinstance(images, ImageArray) and labelled and BatchTransform.takes(images.images, augment, plain):
+    alone = images.kind == "labels"
+    if isinstance(images, ImageArray) and alone and BatchTransform.takes(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
     moved = BoxedTransform if images.kind == "boxes" else MaskedTransform
-    transform = Labelled(train_transform(augment, plain)) if labelled else moved(augment, plain)
+    transform = partial(labelled, train_transform(augment, plain)) if alone else moved(augment, plain)
     return TransformedImages(images, transform, random=any(augment.model_dump().values()))
 
 

@@ -1,14 +1,12 @@
 """Folders of images and masks, and transforms that move an image and its mask together."""
 
-import os
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from qat.training.config.schema import AugmentConfig
-from qat.training.data.images import MaskFiles
+from qat.training.data.images import MaskFiles, paths_of
 from qat.training.data.transforms import Picture, Preprocessing, ToInput
 from qat.training.errors import UserError, reading
 from qat.training.tasks.labels import IGNORED
@@ -41,8 +39,7 @@ def _masked(folder: Path, classes: int) -> MaskFiles:
         raise UserError(f"data.root: '{folder}': {len(lonely)} files have no partner; {lonely[0]} has no {kind}")
     if not images:
         raise UserError(f"data.root: '{folder / 'images'}' holds no images ({' '.join(SUFFIXES)})")
-    paths, masks_of = (np.array([os.fsencode(each[name]) for name in images]) for each in (images, masks))
-    return MaskFiles(paths, masks_of, classes)
+    return MaskFiles(paths_of(images.values()), paths_of(masks[name] for name in images), classes)
 
 
 class MaskedTransform:
