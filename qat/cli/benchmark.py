@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from qat.cli.runs import add_overrides, add_run, check_folder_of, count, counts, open_run
+from qat.cli.runs import add_run, check_folder_of, count, counts, open_run
 from qat.cli.runtimes import RUNTIMES, Array, Session, default_differs, open_file
 from qat.export.onnx.program import quiet_export
 from qat.text import first_line, table
@@ -32,8 +32,7 @@ DEFAULT = "integers, default session"  # row of a session without options, where
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
+    add_run(parser, overrides=True)
     parser.add_argument("--runtime", choices=tuple(RUNTIMES), help="default: onnxruntime, or litert for a .tflite")
     parser.add_argument(
         "--batch", type=counts, metavar="N,N", help="batch sizes; default: 1,16, or the only one that the file takes"

@@ -16,7 +16,7 @@ import torch
 
 import qat
 from qat.analysis.cost import LayerCost
-from qat.cli.runs import Run, add_overrides, add_run, counts, in_torch, number, open_run
+from qat.cli.runs import Run, add_run, counts, in_torch, number, open_run
 from qat.text import table
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import OverrideConfig, QuantizationConfig
@@ -35,8 +35,7 @@ Bits = dict[str, int]  # by layer that the config leaves open: bits of its weigh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
+    add_run(parser, overrides=True)
     parser.add_argument("--choices", type=counts, default=[2, 3, 4, 8], metavar="B,B", help="default: 2,3,4,8")
     parser.add_argument(
         "--size", type=number, metavar="BITS", help="at most so many bits, not bytes, a weight on average"

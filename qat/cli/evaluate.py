@@ -10,7 +10,7 @@ import time
 import torch
 from torch import Tensor
 
-from qat.cli.runs import add_overrides, add_run, open_run
+from qat.cli.runs import add_run, open_run
 from qat.cli.runtimes import RUNTIMES, default_differs
 from qat.text import table
 from qat.training.run.folder import EVALUATION, Json
@@ -23,8 +23,7 @@ DEFAULT = CHOICES[:3]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
+    add_run(parser, overrides=True)
     named = f"of {', '.join(CHOICES)}, with commas; default: the first three"
     parser.add_argument("--runtime", type=_runtimes, help=named)
     parser.add_argument("--json", action="store_true", help="write the results as JSON")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 import qat
-from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
+from qat.cli.runs import Run, add_run, check_folder_of, in_torch, open_run
 from qat.cli.runtimes import TFLITE
 from qat.cli.verify import compared, is_other, sentences
 from qat.export.agreement import Pair, output_tensors
@@ -41,8 +41,7 @@ ACCELERATORS = [f"ethos-{each}" for each in ("u55-32", "u55-64", "u55-128", "u55
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
+    add_run(parser, overrides=True)
     parser.add_argument(
         "--to", metavar="FILE", help="an existing one is refused; default: model.onnx or model.tflite in RUN"
     )

@@ -45,19 +45,16 @@ WRITERS = {
 HINT = "or a model.onnx or model.tflite"
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add RUN, and the user's code that it needs: rules, targets, the float model."""
+def add_run(parser: argparse.ArgumentParser, overrides: bool = False) -> None:
+    """Add RUN, the code of the user that it needs, and changes of its config."""
     parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
     builder = "builds the float model, for runs of a model of your own"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:CALLABLE", help=builder)
     own = "registers rules or targets, for runs with imports; found from the current folder; may be repeated"
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=own)
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add changes of the run's config, such as where its data lie now."""
-    text = "changes of the run's config: data.root=..."
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
+    if overrides:
+        text = "changes of the run's config: data.root=..."
+        parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
 
 
 def count(text: str) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.analysis.sensitivity import operands_of
-from qat.cli.runs import add_overrides, add_run, count, in_torch, open_run
+from qat.cli.runs import add_run, count, in_torch, open_run
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.text import table
@@ -35,8 +35,7 @@ Result = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
+    add_run(parser, overrides=True)
     parser.add_argument("--images", type=count, default=1024, metavar="N", help="drawn at random; default: 1,024")
     parser.add_argument("--trained", action="store_true", help="measure the model after QAT")
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import qat
-from qat.cli.runs import Run, add_overrides, add_run, count, open_run
+from qat.cli.runs import Run, add_run, count, open_run
 from qat.cli.runtimes import RUNTIMES, notes_of, open_file
 from qat.export import (
     Differences,
@@ -36,8 +36,7 @@ COMPARED = [name for name in RUNTIMES if name != "openvino"]  # which has no com
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
-    add_overrides(parser)
+    add_run(parser, overrides=True)
     parser.add_argument(
         "--runtime", choices=COMPARED, default="onnxruntime", help="default: onnxruntime; others read model.tflite"
     )
