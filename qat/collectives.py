@@ -63,7 +63,10 @@ def summed(mine: Tensor) -> Tensor:
 def take_from_first(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0."""
     for tensor in (*model.parameters(), *model.buffers()) if rank_count() > 1 else ():
-        dist.broadcast(tensor, src=0)
+        dense = tensor.contiguous()
+        dist.broadcast(dense, src=0)
+        if dense is not tensor:  # a copy, since the tensor is channels_last
+            tensor.copy_(dense)
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 import qat
-from qat.collectives import rank
+from qat.collectives import rank, take_from_first
 from qat.contexts import evaluating
 from qat.export.checks import check_exportable, sample_for
 from qat.export.litert.exporter import UnwritableWarning
@@ -42,7 +42,6 @@ from qat.training.config.imports import place, reason, users_callable
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.config.stages import ModelConfig, SpecConfig
 from qat.training.errors import UserError, looked_in, value_errors_reported
-from qat.training.ranks import share_state
 from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 from qat.training.run.logging import on_terminal
 from qat.training.tasks.known import CLASSIFICATION, SEGMENTATION, TASKS, task_of
@@ -235,7 +234,7 @@ def load_float_weights(model: nn.Module, path: Path, model_name: str) -> None:
     """Load the run's float weights from rank 0's disk, and share them with all ranks."""
     if rank() == 0:
         load_weights(model, str(path), model_name, "float weights")
-    share_state(model)
+    take_from_first(model)
 
 
 def _read(file: Path, where: str) -> State:

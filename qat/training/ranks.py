@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from qat.collectives import rank, rank_count
 from qat.kernels.cpu import processor
@@ -106,17 +105,6 @@ def from_first(mine: T | None) -> T:
     if rank_count() > 1:
         dist.broadcast_object_list(given, src=0)
     return cast(T, mine if rank() == 0 else given[0])  # rank 0 keeps its own object: a copy of a lock holds nothing
-
-
-@torch.no_grad()
-def share_state(model: nn.Module) -> None:
-    """Copy the parameters and buffers of rank 0's model to every rank."""
-    if rank_count() > 1:
-        for tensor in (*model.parameters(), *model.buffers()):
-            dense = tensor.contiguous()
-            dist.broadcast(dense, 0)
-            if dense is not tensor:  # a copy, since the tensor is channels_last
-                tensor.copy_(dense)
 
 
 def remembered_folder() -> str | None:

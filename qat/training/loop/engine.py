@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qat.analysis.state import not_finite
 from qat.batch_norm import copied_statistics, freeze_batch_norm, sync_batch_norm
-from qat.collectives import largest, of_all_ranks, rank, rank_count
+from qat.collectives import largest, of_all_ranks, rank, rank_count, take_from_first
 from qat.finetuning import EMA, grouped
 from qat.finetuning.distillation import LOGITS
 from qat.kernels import float_products
@@ -23,7 +23,6 @@ from qat.training.loop.forward import EvaluationGraph, Forward, autocast, averag
 from qat.training.loop.metrics import Meter, Pace, Watch, arriving, log_epoch, log_window, looking
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import Batch, StageRun, rate_key, without_effect
-from qat.training.ranks import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.exit_status import SignalledError, signals_deferred
 from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAST_CHECKPOINT, State
@@ -76,7 +75,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if training.ema is not None:
         training.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
-    share_state(run.model)  # in training, each rank has BatchNorm statistics of its own
+    take_from_first(run.model)  # in training, each rank has BatchNorm statistics of its own
     return last or _validate(run)
 
 
@@ -126,7 +125,7 @@ class Training:
         training, self.done = self.whole, 0
         with self.averaged():
             notes = [settle_statistics(run, epoch + 1)]
-            share_state(run.model)
+            take_from_first(run.model)
             with looking(run.config, run.model, run.log, run.name, run.step(epoch + 1)):
                 evaluation = _validate(run, self.evaluation)
             _check_finite(run, "validation", [evaluation.loss], epoch)
@@ -148,7 +147,7 @@ class Training:
     def save(self, epoch: int, evaluation: Evaluation | None = None, statistics: list[Tensor] | None = None) -> None:
         """Write last.pt, after whole epochs or within one."""
         self.aids.before_evaluation()  # with gradual quantization, checkpoints are of the whole model on its grids
-        share_state(self.run.model)
+        take_from_first(self.run.model)
         state = StageState(
             epoch, self.done, [self.whole.sums(), self.window.sums()], self.best_score, self.optimizer.state_dict(),
             self.schedule.state_dict(), self.scaler.state_dict(), None if self.ema is None else self.ema.state_dict(),
