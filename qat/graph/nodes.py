@@ -133,15 +133,21 @@ def _has(module: nn.Module, path: str) -> bool:
     return True
 
 
-def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return a graph's parameters and buffers, and what is computed from them alone."""
+def constant_nodes(graph: fx.Graph, layers: bool = False) -> set[fx.Node]:
+    """Return a graph's parameters and buffers, and what is computed from them alone.
+
+    With `layers`, also what layers compute of them: Swin's position bias.
+    """
     constant: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        computed = node.op in ("call_function", "call_method") and bool(inputs) and constant.issuperset(inputs)
-        # A parametrized weight is the result of a module without arguments.
-        parametrized = node.op == "call_module" and not inputs and ".parametrizations." in f".{node.target}"
-        if node.op == "get_attr" or computed or parametrized:
+        if node.op == "call_module" and not layers:
+            # A parametrized weight is the result of a module without arguments.
+            computed = not inputs and ".parametrizations." in f".{node.target}"
+        else:
+            called = node.op == "call_module" or (node.op in ("call_function", "call_method") and bool(inputs))
+            computed = called and constant.issuperset(inputs)
+        if node.op == "get_attr" or computed:
             constant.add(node)
     return constant
 
@@ -155,16 +161,6 @@ def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
         if node in constant:
             interpreter.env[node] = interpreter.run_node(node)
     return interpreter.env
-
-
-def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on no input, layers included: Swin's position bias."""
-    fixed: set[fx.Node] = set()
-    for node in graph.nodes:
-        computed = node.op in ("call_function", "call_method", "call_module") and fixed.issuperset(node.all_input_nodes)
-        if node.op == "get_attr" or (computed and (node.all_input_nodes or node.op == "call_module")):
-            fixed.add(node)
-    return fixed
 
 
 def attribute(module: nn.Module, path: str) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from qat.graph.in_place import drop_unread, written_by
 from qat.graph.modes import evaluation_only
-from qat.graph.nodes import fixed_nodes, submodule_of
+from qat.graph.nodes import constant_nodes, submodule_of
 from qat.graph.sizes import expect_default
 from qat.integers.movement import asks_for_shape, rests
 from qat.layers import QuantLayer
@@ -60,7 +60,7 @@ def drop_defaults(evaluated: nn.Module) -> None:
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
     """Name calls of a graph's activation quantizers; the second of `q` is `q.1`."""
-    fixed = fixed_nodes(model.graph)
+    fixed = constant_nodes(model.graph, layers=True)
     seen: Counter[str] = Counter()
     return {
         node: numbered(str(node.target), seen)
@@ -123,7 +123,7 @@ def _drop_sized(model: fx.GraphModule) -> None:
 def _fold(model: fx.GraphModule, fold_quantizers: bool) -> None:
     # Store what layers compute from parameters alone: it never changes, and a runtime would compute it differently. A
     # quantized parameter that a matrix product reads is left, unless asked for: it is stored as integers.
-    fixed = fixed_nodes(model.graph)
+    fixed = constant_nodes(model.graph, layers=True)
     left = () if fold_quantizers else Quantizer
     if not any(node.op == "call_module" and not isinstance(submodule_of(model, node), left) for node in fixed):
         return

@@ -13,7 +13,7 @@ from qat.codes.operators.product import layer_refusal
 from qat.codes.training.activations import Activation, activation_of
 from qat.codes.training.watched import module_refusal
 from qat.graph.in_place import Memory
-from qat.graph.nodes import fixed_nodes, submodule_of
+from qat.graph.nodes import constant_nodes, submodule_of
 from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
 from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
@@ -43,7 +43,7 @@ class CodesPlan:
         self.model, self.distrusted = model, distrusted
         self.nodes: list[fx.Node] = list(model.graph.nodes)
         self.memory = Memory(model, model.graph)
-        self.fixed = fixed_nodes(model.graph)
+        self.fixed = constant_nodes(model.graph, layers=True)
         self.refused: dict[fx.Node, str] = {}  # quantizers, layers and products of activations, and why
         called = {node: submodule_of(model, node) for node in self.nodes}
         quantizers = [node for node in self.nodes if isinstance(called[node], Quantizer)]
