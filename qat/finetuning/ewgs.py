@@ -1,6 +1,7 @@
 """Delta of element-wise gradient scaling, from the trace of the Hessian."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -87,13 +88,10 @@ def _estimates(
         outputs[name] = output
         scales[name] = module.grid(to_groups(inputs[0].detach(), module.spec))[0].detach().float().mean()
 
-    hooks = [module.register_forward_hook(partial(note, name=name)) for name, module in quantizers.items()]
-    try:
-        with plain_formulas():  # kernels have no second derivatives
-            loss = loss_function(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, plain_formulas():  # kernels have no second derivatives
+        for name, module in quantizers.items():
+            hooks.enter_context(module.register_forward_hook(partial(note, name=name)))
+        loss = loss_function(model, batch)
     names = [name for name, output in outputs.items() if output.requires_grad]
     tensors = [outputs[name] for name in names]
     if not tensors:

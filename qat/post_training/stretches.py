@@ -173,13 +173,9 @@ def _calls(model: nn.Module, graph: PreparedGraph, inputs: list[Inputs]) -> list
         given = {**dict(zip((node.target for node in arguments), args, strict=False)), **kwargs}
         found.append(tuple(given.get(node.target, *node.args) for node in arguments))
 
-    handle = graph.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            for piece in inputs:
-                call_model(model, piece)
-    finally:
-        handle.remove()
+    with graph.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad():
+        for piece in inputs:
+            call_model(model, piece)
     return found
 
 
