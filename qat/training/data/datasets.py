@@ -66,10 +66,6 @@ def seeded_generator(seed: int, purpose: str, epoch: int = 0) -> torch.Generator
     return torch.Generator().manual_seed(int(mixed))
 
 
-def _digits(config: DataConfig, seed: int) -> Dataset:
-    return Dataset(*_written(), [str(digit) for digit in range(10)])
-
-
 def _written() -> tuple[ImageArray, ImageArray]:
     # Every fifth image of each class is for validation (see digits.md).
     images, labels = read_digits()
@@ -198,7 +194,7 @@ def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
 
 
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
-    "digits": _digits,
+    "digits": lambda config, seed: Dataset(*_written(), [str(digit) for digit in range(10)]),
     "npz": _npz,
     "fake": _fake,
     "canvases": _canvases,
