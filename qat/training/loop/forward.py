@@ -121,20 +121,12 @@ class TrainingGraphs:
 
     def __call__(self, images: Tensor) -> object:
         if self.recorded is None:
-            self.recorded, self.layout = _Alone(self.model), _layout(images)
+            # In a module of its own: torch replaces the forward of the module that it records.
+            self.recorded, self.layout = nn.Sequential(self.model), _layout(images)
             # It records on its own stream; torch would warn of every other stream that adds to gradients.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             torch.cuda.make_graphed_callables(self.recorded, (images.clone(),), allow_unused_input=True)
         return (self.recorded if _layout(images) == self.layout else self.model)(images)
-
-
-class _Alone(nn.Module):  # torch replaces the forward of the module that it records
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> object:
-        return self.model(images)
 
 
 class EvaluationGraph:
