@@ -1,5 +1,6 @@
 """Segmentation from the YAML: masks, mean intersection over union, and a run to the proof."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,9 @@ def test_mean_iou_is_an_independent_count() -> None:
         either = (((answers == kind) | (truths == kind)) & counted).sum()
         shares.append(both / either)
     parts = [SEGMENTATION.counts(torch.tensor(logits[k : k + 2]), torch.tensor(truths[k : k + 2])) for k in (0, 2, 4)]
-    assert SEGMENTATION.score(SEGMENTATION.merged(parts)).value == pytest.approx(100 * np.mean(shares))
+    score = SEGMENTATION.score(SEGMENTATION.merged(parts))
+    assert score.by_class == pytest.approx([100 * each for each in shares])
+    assert score.value == pytest.approx(100 * np.mean(shares))
     right = ((answers == truths)[truths != IGNORED]).mean()
     found = SEGMENTATION.correct(torch.tensor(logits), torch.tensor(truths))
     assert float(found) / 6 == pytest.approx(right)
@@ -86,6 +89,18 @@ def test_a_run_ends_with_a_proof_of_masks(finished: Path) -> None:
         summary["qat"]["miou"], abs=1
     )
     assert "mIoU" in (finished / "report.html").read_text()
+
+
+def test_the_report_shows_masks_and_each_class(finished: Path) -> None:
+    found = json.loads((finished / "analysis.json").read_text())["pictures"]
+    assert found["columns"] == ["truth", "float", "QAT", "model.onnx"] and len(found["differing"]) == 4
+    with Image.open(finished / "answers.png") as drawn:
+        assert drawn.size == (4 * 226 + 2, 4 * 226 + 2)
+    for result in map((read_summary(finished) or {}).get, ("float", "calibrated", "qat")):
+        assert result is not None
+        assert result["miou"] == pytest.approx(np.mean([x for x in result["by_class"].values() if x is not None]))
+    text = (finished / "report.html").read_text()
+    assert '<section id="pictures"' in text and '<section id="classes"' in text
 
 
 def test_the_verbs_know_masks(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
