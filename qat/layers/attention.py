@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import torch  # noqa: F401 - for the examples
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -13,7 +13,7 @@ from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, mult
 from qat.layers.base import quantizer_or_none, resolved_input_spec
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
-from qat.layers.twins import ActivationSpec, CompositeTwin, TorchsArguments, register_twin, share_parameters
+from qat.layers.twins import ActivationSpec, CompositeTwin, register_twin, share_parameters
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 
@@ -52,7 +52,7 @@ def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
 
 
 @register_twin(nn.MultiheadAttention)
-class QuantMultiheadAttention(TorchsArguments, CompositeTwin, nn.MultiheadAttention):
+class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with quantized products.
 
     Inputs, weights, q, k, v and probabilities are quantized. With Q for a quantizer of learned scale, per head: q, k, v
@@ -75,13 +75,34 @@ class QuantMultiheadAttention(TorchsArguments, CompositeTwin, nn.MultiheadAttent
 
     out_proj: QuantLinear  # type: ignore[assignment]
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
         # torch's transformer layers read this before they replace self_attn.forward by one fused float operation.
         self._qkv_same_embed_dim = False
-        plain: nn.Linear = self.out_proj
-        if not isinstance(plain, QuantLinear):
-            self.out_proj = QuantLinear(**QuantLinear.constructor_arguments(plain), device="meta", activation_spec=None)
-            share_parameters(plain, self.out_proj)
+        out_proj: nn.Linear = self.out_proj
+        self.out_proj = QuantLinear(**QuantLinear.constructor_arguments(out_proj), device="meta", activation_spec=None)
+        share_parameters(out_proj, self.out_proj)
+        self.add_quantizers(weight_spec, activation_spec)
+
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         device = self.out_proj.weight.device
         for name, (weight, _) in self.inner_weights().items():
             projection = QuantFunction(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, device)

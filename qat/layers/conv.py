@@ -1,22 +1,23 @@
 """Convolutions and transposed convolutions on integer grids."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import torch  # noqa: F401 - for the examples
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer
-from qat.layers.twins import TorchsArguments, register_twin
+from qat.layers.twins import ActivationSpec, register_twin
 from qat.quantizer import Quantizer
+from qat.spec import QuantSpec
 from qat.torch_internals import output_padding_of
 
 # By the number of spatial axes.
 TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-class QuantConvolution(TorchsArguments, QuantLayer):
+class QuantConvolution(QuantLayer):
     """Base of the three convolutions, whose other base is torch's layer.
 
     y = conv(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`. Padding
@@ -26,6 +27,29 @@ class QuantConvolution(TorchsArguments, QuantLayer):
     argument_names = (
         "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
     )  # fmt: skip
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: str | int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
+            device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         layer: Any = self  # one of torch's, which knows the padding modes
@@ -74,7 +98,7 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
     """
 
 
-class QuantTransposedConvolution(TorchsArguments, QuantLayer):
+class QuantTransposedConvolution(QuantLayer):
     """Base of the three transposed convolutions, whose other base is torch's layer.
 
     y = conv_transpose(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`.
@@ -87,6 +111,30 @@ class QuantTransposedConvolution(TorchsArguments, QuantLayer):
         "in_channels", "out_channels", "kernel_size", "stride", "padding", "output_padding", "groups", "dilation",
         "padding_mode",
     )  # fmt: skip
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        output_padding: int | tuple[int, ...] = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | tuple[int, ...] = 1,
+        padding_mode: Literal["zeros"] = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
 
     def forward(
         self,

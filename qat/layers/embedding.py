@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qat.collectives import whole
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
-from qat.layers.twins import ActivationSpec, TorchsArguments, register_twin
+from qat.layers.twins import ActivationSpec, register_twin
 from qat.quantizer.granularity import to_groups
 from qat.quantizer.registry import estimator_of
 from qat.spec import QuantSpec
@@ -27,7 +27,7 @@ class IntegerTable:
     zero_point: Tensor  # integers (as floats) in the shape of scale; 0 on a symmetric grid
 
 
-class QuantTable(TorchsArguments, QuantLayer):
+class QuantTable(QuantLayer):
     """Base of both look-ups, which quantizes the table and reads its rows.
 
     Indices have no grid, and a row is read as it is stored. So training and evaluation compute the same, the
@@ -142,6 +142,29 @@ class QuantEmbedding(QuantTable, nn.Embedding):
         "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
     )  # fmt: skip
 
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: None = None,
+    ) -> None:
+        nn.Embedding.__init__(
+            self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            _freeze, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
+
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         return self.look_up(input)
 
@@ -162,11 +185,32 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
 
     argument_names = (*QuantEmbedding.argument_names, "mode", "include_last_offset")
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
-        for name in ("sparse", "scale_grad_by_freq"):
-            if getattr(self, name) and self.mode == "max":
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: None = None,
+    ) -> None:
+        for name, wanted in (("sparse", sparse), ("scale_grad_by_freq", scale_grad_by_freq)):
+            if wanted and mode == "max":
                 raise ValueError(f"QuantEmbeddingBag: {name}=True needs mode 'sum' or 'mean', got 'max'")
-        super().add_quantizers(weight_spec, activation_spec)
+        nn.EmbeddingBag.__init__(
+            self, num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, _weight,
+            include_last_offset, padding_idx, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
 
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

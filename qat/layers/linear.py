@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from qat.functional import round_ste
 from qat.layers.base import QuantLayer, quantizer_or_none
 from qat.layers.folding import IntegerWeight
-from qat.layers.twins import ActivationSpec, TorchsArguments, register_twin
+from qat.layers.twins import ActivationSpec, register_twin
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 
 
 @register_twin(nn.Linear)
-class QuantLinear(TorchsArguments, QuantLayer, nn.Linear):
+class QuantLinear(QuantLayer, nn.Linear):
     """`torch.nn.Linear` with quantized weight and input.
 
     y = quantize(x) @ quantize(weight).T + bias; arguments as of `torch.nn.Linear`, and those of `QuantLayer`.
@@ -27,12 +27,26 @@ class QuantLinear(TorchsArguments, QuantLayer, nn.Linear):
 
     argument_names = ("in_features", "out_features")
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.add_quantizers(weight_spec, activation_spec)
+
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
 
 @register_twin(nn.Bilinear)
-class QuantBilinear(TorchsArguments, QuantLayer, nn.Bilinear):
+class QuantBilinear(QuantLayer, nn.Bilinear):
     """`torch.nn.Bilinear` with quantized weight and inputs.
 
     y[o] = sum over i, j of quantize(x1)[i] * quantize(weight)[o, i, j] * quantize(x2)[j] + bias[o], all three
@@ -56,6 +70,21 @@ class QuantBilinear(TorchsArguments, QuantLayer, nn.Bilinear):
     other_quantizer: Quantizer | None
 
     argument_names = ("in1_features", "in2_features", "out_features")
+
+    def __init__(
+        self,
+        in1_features: int,
+        in2_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+    ) -> None:
+        nn.Bilinear.__init__(self, in1_features, in2_features, out_features, bias, device, dtype)
+        self.add_quantizers(weight_spec, activation_spec)
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         super().add_quantizers(weight_spec, activation_spec)

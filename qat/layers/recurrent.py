@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from qat.layers.function import QuantFunction
-from qat.layers.twins import ActivationSpec, CompositeTwin, TorchsArguments, register_twin, share_parameters
+from qat.layers.twins import ActivationSpec, CompositeTwin, register_twin, share_parameters
 from qat.spec import QuantSpec
 from qat.torch_internals import parameters_of, weight_names_of
 
@@ -90,7 +90,7 @@ def run_steps(
     return outputs[::-1] if reverse else outputs, state
 
 
-class QuantRecurrent(TorchsArguments, CompositeTwin, nn.RNNBase):
+class QuantRecurrent(CompositeTwin, nn.RNNBase):
     """Base of the recurrent twins: a product for each weight, and the loops.
 
     Evaluation computes the products on integers, with biases rounded to int32. The number of steps is part of an
@@ -105,6 +105,16 @@ class QuantRecurrent(TorchsArguments, CompositeTwin, nn.RNNBase):
     """
 
     state_size: ClassVar[int] = 1  # tensors in the state: 2 for an LSTM
+
+    def __init__(
+        self,
+        *args: Any,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_quantizers(weight_spec, activation_spec)
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         for name, (weight, _) in self.inner_weights().items():

@@ -115,20 +115,6 @@ class QuantTwin(nn.Module):
         raise TypeError(f"{type(self).__name__}: a quantized twin must implement add_quantizers(...)")
 
 
-class TorchsArguments(nn.Module):
-    """Constructor of twins: arguments of torch's layer in its order, grids by name."""
-
-    def __init__(
-        self,
-        *args: Any,
-        weight_spec: QuantSpec | None = None,
-        activation_spec: ActivationSpec = "default",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.add_quantizers(weight_spec, activation_spec)  # type: ignore[operator]
-
-
 class CompositeTwin(QuantTwin):
     """Base of twins whose products quantize their inputs, in a prepared model too.
 
