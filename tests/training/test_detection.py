@@ -73,7 +73,7 @@ def test_losses_and_boxes_are_the_detectors_own(pair: tuple[Any, nn.Module, Dete
         answers = task.answers(network.eval()(images), images)
         for one, other in zip(detector.eval()(list(images)), task.boxes(answers), strict=True):
             assert len(one["boxes"]) and all(torch.equal(one[key], other[key]) for key in one)
-    assert float(task.total_loss(answers, ROWS)) > 0
+        assert float(task.total_loss(answers, ROWS)) > 0
 
 
 def test_twenty_steps_have_the_losses_of_a_plain_loop_of_torchvision() -> None:
@@ -190,7 +190,7 @@ def test_two_stages_have_the_detectors_own_losses_and_boxes() -> None:
         answers = task.answers(network.eval()(images), images)
         for one, other in zip(detector.eval()(list(images)), task.boxes(answers), strict=True):
             assert len(one["boxes"]) and all(torch.equal(one[key], other[key]) for key in one)
-    assert float(task.total_loss(answers, ROWS)) > 0 and not network.rpn.training
+        assert float(task.total_loss(answers, ROWS)) > 0 and not network.rpn.training
     assert task.class_count(answers) == 4 and task.classes(answers).shape == (2,)
 
 
@@ -275,8 +275,7 @@ def test_the_verbs_know_boxes(finished: Path, tmp_path: Path, capsys: pytest.Cap
     with Image.open(tmp_path / "drawn" / "photo_boxes.png") as drawn:
         assert drawn.size == (80, 60)
     assert verb(["evaluate", str(finished), "data.limit_val=2"]) == 0 and "mAP %" in capsys.readouterr().out
-    assert verb(["export", str(finished), "--to", str(tmp_path / "again.onnx")]) == 0
-    assert verb(["verify", str(finished)]) == 0 and "top1" not in (said := capsys.readouterr().out) and "mAP" in said
+    assert verb(["verify", str(finished)]) == 0 and "top1" not in capsys.readouterr().out
     assert verb(["predict", str(finished / "model.onnx"), str(_photo(tmp_path))]) != 0
     assert "give the folder of its run" in capsys.readouterr().err
 
@@ -289,7 +288,8 @@ def test_the_verbs_know_boxes(finished: Path, tmp_path: Path, capsys: pytest.Cap
         (["float.mixup_alpha=0.2"], "float.mixup_alpha: is for classification"),
         (["data.augment.cutout=8"], "data.augment.cutout: has no meaning for boxes"),
         (["model.name=ssdlite320_mobilenet"], "did you mean"),
-        (["model.name=fasterrcnn_resnet50_fpn"], "detection is for one-stage detectors"),
+        (["model.name=fasterrcnn_mobilenet_v3_large_320_fpn"], "set export.onnx=false"),
+        (["model.name=maskrcnn_resnet50_fpn"], "learns masks, which no data set here has"),
         (["model.name=lraspp_mobilenet_v3_large", "export.end_to_end=true"], "export.end_to_end: is for detection"),
     ],
 )

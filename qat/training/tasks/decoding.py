@@ -80,7 +80,7 @@ class TwoStageNetwork(nn.Module):
         finally:
             for each, mode in zip(deciding, before, strict=True):
                 each.training = mode
-        return found, {**first, **second}
+        return found, {**second, **first}  # in the order in which the detector adds them
 
 
 class Decoder:
