@@ -18,8 +18,8 @@ batch = {
 
 float_model = DetectionModel("yolov8n.yaml", nc=4, verbose=False)  # or YOLO("yolov8n.pt").model
 float_model.args = get_cfg()
+qat.reestimate_batch_norm(float_model, [images] * 4)  # random weights: of trained ones the statistics are there
 model = qat.prepare(float_model, example_inputs=images)
-qat.reestimate_batch_norm(model, [images] * 4)  # random weights: of trained ones the statistics are there
 qat.calibrate(model, [images])
 
 optimizer = torch.optim.SGD(qat.parameter_groups(model, lr=1e-3, weight_decay=5e-4), momentum=0.9)

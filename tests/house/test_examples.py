@@ -18,6 +18,8 @@ NEEDED = {
     "huggingface_trainer.py": ["transformers", "accelerate"],
     "timm_model.py": ["timm"],
     "ultralytics_yolo.py": ["ultralytics"],
+    "ultralytics_trainer.py": ["ultralytics"],
+    "libreyolo_trainer.py": ["libreyolo"],
 }
 
 
