@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,9 @@ def test_yolo_gives_pixels_of_boxes_and_polygons(tmp_path: Path, names: str | No
         (lambda f: write_coco(f, [annotation(9, 0, 3, [1, float("nan"), 1, 1])]), r"annotation 9 .*from \(1, nan\)"),
         (lambda f: write_coco(f, images=[{"id": 0}], annotations=[]), "train.json' .*KeyError: 'width'"),
         (lambda f: write_coco(f, images=[], annotations=[]), "train.json' has no images"),
+        (lambda f: write_coco(f, images=[{"id": 0, "width": 9, "height": 0}], annotations=[]), "no width or height"),
+        (lambda f: write_coco(f, images=[{"id": 0, "width": 9, "height": 9}] * 2), "two images have one id"),
+        (lambda f: write_coco(f, [annotation(9, 0, 3, [1, 1, 1, 1], iscrowd=None)]), "annotation 9 .*TypeError"),
         (lambda f: write(f / "annotations/val.json", "{"), "val.json' is not as it should be .JSONDecodeError"),
         (lambda f: (f / "annotations/val.json").unlink(), "val.json' cannot be read .No such file"),
         (lambda f: (f / "val/b.png").unlink(), "val/b.png' does not exist"),
@@ -189,11 +193,19 @@ def test_broken_text_files_of_yolo_are_one_sentence(tmp_path: Path, broken: Brea
         read("yolo", tmp_path)
 
 
-def test_boxes_of_another_picture_are_said_when_it_is_read(tmp_path: Path) -> None:
+def test_boxes_follow_a_picture_that_was_resized(tmp_path: Path) -> None:
     write_coco(tmp_path)
-    picture(tmp_path / "val/a.png", 20, 40)
-    with pytest.raises(UserError, match=r"a\.png' is of 20 x 40 pixels, and has a box outside"):
-        read("coco", tmp_path).val.sample(0)
+    picture(tmp_path / "val/a.png", 80, 60)
+    _, rows = read("coco", tmp_path).val.sample(0)
+    assert rows[0].tolist() == pytest.approx([2, 8, 6, 28, 21, 0])
+
+
+def test_boxes_of_another_picture_are_said_when_it_is_read(tmp_path: Path) -> None:
+    write_voc(tmp_path)
+    found = read("voc_boxes", tmp_path)
+    picture(Path(os.fsdecode(found.val.paths[0])), 2, 2)
+    with pytest.raises(UserError, match="is of 2 x 2 pixels, and has a box outside"):
+        found.val.sample(0)
 
 
 def test_a_subset_keeps_the_boxes_of_each_picture(tmp_path: Path) -> None:

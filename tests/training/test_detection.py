@@ -174,6 +174,13 @@ def test_a_crowd_is_nothing_to_find_and_no_mistake_to_find() -> None:
     assert task.score(task.counts((logits, [0]), rows[:, :0])).value == 0  # no true box at all
 
 
+def test_what_a_file_never_finds_counts_as_missed() -> None:
+    task, size = Detection(), torch.Size((2, 3, 64, 64))
+    rows = torch.tensor([[[1, 0, 0, 20, 20, 0]], [[3, 30, 30, 60, 60, 0]]]).float()
+    for found, wanted in ((torch.tensor([[0, 1, 0.9, 0, 0, 20, 20]]), 50.0), (torch.zeros(0, 7), 0.0)):
+        assert task.score(task.counts(({"detections": found}, size), rows)).value == pytest.approx(wanted)
+
+
 def test_two_stages_have_the_detectors_own_losses_and_boxes() -> None:
     torch.manual_seed(0)
     name = "fasterrcnn_mobilenet_v3_large_320_fpn"

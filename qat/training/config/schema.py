@@ -192,6 +192,12 @@ class ExportConfig(Section):
     dynamic: tuple[Literal["batch", "height", "width"], ...] = ("batch",)
     """Axes of model.onnx whose sizes are free; with height or width the file is compared with the model at others."""
 
+    @model_validator(mode="after")
+    def _effective(self) -> "ExportConfig":
+        if self.end_to_end and (self.opset < 18 or len(self.dynamic) > 1 or not self.onnx):
+            raise ValueError("end_to_end: needs onnx: true, opset: 18 or more, and no free height and width")
+        return self
+
 
 class RunConfig(Section):
     """A whole run."""

@@ -38,19 +38,24 @@ def read_coco(root: Path) -> tuple[dict[str, BoxFiles], list[str]]:
             content = json.loads(file.read_bytes())
             found = dict(sorted((each["id"], str(each["name"])) for each in content["categories"]))
             names = names or found
-            if found != names:
-                raise ValueError("its categories are not those of train")
+            if found != names or len(found) < len(content["categories"]):
+                raise ValueError("its categories are not those of train, or two have one id")
             labels = {category: label for label, category in enumerate(names, 1)}
             objects: dict[object, list[Row]] = {image["id"]: [] for image in content["images"]}
+            sizes = {image["id"]: (float(image["width"]), float(image["height"])) for image in content["images"]}
+            if len(objects) < len(content["images"]) or not all(math.prod(size) > 0 for size in sizes.values()):
+                raise ValueError("two images have one id, or an image has no width or height")
             for each in content["annotations"]:
                 form = "a bbox of x, y, width, height, and an image_id and a category_id that the file lists"
                 with reading(f"'{file}': annotation {each['id']}", form):
                     x, y, width, height = map(float, each["bbox"])
-                    row = _row(labels[each["category_id"]], x, y, x + width, y + height, each.get("iscrowd", 0))
-                    objects[each["image_id"]].append(row)
-            sizes = [(image["width"], image["height"]) for image in content["images"]]
+                    crowd, sides = float(each.get("iscrowd", 0)), sizes[each["image_id"]] * 2
+                    label, *box, _ = _row(labels[each["category_id"]], x, y, x + width, y + height, crowd)
+                    # Shares of the image stay right where it was resized after it was annotated.
+                    shares = [side / whole for side, whole in zip(box, sides, strict=True)]
+                    objects[each["image_id"]].append([label, *shares, crowd])
             paths = [folder / image["file_name"] for image in content["images"]]
-        splits[split] = _box_files(file, paths, sizes, objects.values(), len(labels) + 1)
+        splits[split] = _box_files(file, paths, objects.values(), len(labels) + 1)
     return splits, ["background", *names.values()]
 
 
@@ -66,27 +71,31 @@ def read_voc(images: list[str], annotations: list[str], classes: Sequence[str]) 
                 x1, y1, x2, y2 = (float(each.findtext(f"bndbox/{key}", "")) for key in ("xmin", "ymin", "xmax", "ymax"))
                 rows.append(_row(label, x1 - 1, y1 - 1, x2, y2, hard))  # VOC counts from 1 on, the last pixel included
         objects.append(rows)
-    sizes = [(math.inf, math.inf)] * len(images)  # tools that write this format leave sizes at 0
-    return _box_files(Path(annotations[0]).parent, images, sizes, objects, len(classes))
+    # In pixels: tools that write this format leave sizes at 0.
+    return _box_files(Path(annotations[0]).parent, images, objects, len(classes), largest=math.inf)
 
 
 def read_yolo(root: Path) -> tuple[dict[str, BoxFiles], list[str]]:
     """Read the images and text files of both splits, and the names of the classes."""
     splits, named = {}, _there(root / "classes.txt", root / "data.yaml")
     with reading(f"'{named}'", f"the name of each class on a line, or names in {root}/data.yaml"):
-        text = named.read_text(encoding="utf-8")
+        text = named.read_text(encoding="utf-8-sig")
         lines = [*filter(None, map(str.strip, text.splitlines()))]
         names = yaml.safe_load(text)["names"] if named.suffix == ".yaml" else lines
+        if isinstance(names, str):
+            raise ValueError("names is a text, and no list")
         classes = [str(names[number]) for number in range(len(names))]  # of a list, or a dict with these keys
     for split in ("train", "val"):
         folder, beside = root / split / "images", root / split / "labels"
         with reading(f"'{folder}'", f"images there and their text files in {beside}"):
             images = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES]
             files = {path.stem: path for path in beside.glob("*.txt") if path.name != "classes.txt"}
+        if images and not files:
+            raise UserError(f"data.root: '{beside}' has no .txt of an image; each with objects has one there")
         if lonely := sorted({*files} - {path.stem for path in images}):
             raise UserError(f"data.root: '{files[lonely[0]]}' has no image in '{folder}' ({' '.join(SUFFIXES)})")
         rows = [_yolo_rows(files[path.stem], len(classes)) if path.stem in files else [] for path in images]
-        splits[split] = _box_files(folder, images, None, rows, len(classes) + 1)
+        splits[split] = _box_files(folder, images, rows, len(classes) + 1)
     return splits, ["background", *classes]
 
 
@@ -116,16 +125,17 @@ def _row(label: float, x1: float, y1: float, x2: float, y2: float, crowd: float)
     return [label, x1, y1, x2, y2, crowd]
 
 
-def _box_files(where: Path, paths: Sequence[Any], sizes: Any, objects: Iterable[list[Row]], classes: int) -> BoxFiles:
-    # Without sizes, boxes are shares of them. They are clamped to their images; some of COCO's have no area.
+def _box_files(
+    where: Path, paths: Sequence[Any], objects: Iterable[list[Row]], classes: int, largest: float = 1.0
+) -> BoxFiles:
+    # Boxes are shares of their images, to which they are clamped, or pixels. Some of COCO's have no area.
     if not paths:
         raise UserError(f"data.root: '{where}' has no images ({' '.join(SUFFIXES)})")
     images = torch.arange(len(paths)).repeat_interleave(torch.tensor([len(rows) for rows in objects]))
     rows = torch.tensor([row for each in objects for row in each], dtype=torch.float64).view(-1, 6)
     if lost := [path for path in paths if not os.path.exists(path)]:
         raise UserError(f"data.root: '{lost[0]}' does not exist, and {len(lost) - 1} more images of '{where}'")
-    limits = torch.ones(len(paths), 2) if sizes is None else torch.tensor(sizes)
-    rows[:, 1:5] = rows[:, 1:5].clamp(min=0).minimum(limits.repeat(1, 2)[images])
+    rows[:, 1:5] = rows[:, 1:5].clamp(0, largest)
     rows = rows.float()
     kept = (rows[:, 3:5] > rows[:, 1:3]).all(1)
     counts = images[kept].bincount(minlength=len(paths))
@@ -134,7 +144,7 @@ def _box_files(where: Path, paths: Sequence[Any], sizes: Any, objects: Iterable[
         logger.info("data: '%s': %d %s %s", where, len(dropped), what, paths[dropped[0]])
     if empty := int((counts == 0).sum()):
         logger.info("data: '%s': %d of %d images are without objects", where, empty, len(paths))
-    return BoxFiles(paths_of(paths), rows[kept], counts.cumsum(0), classes, shares=sizes is None)
+    return BoxFiles(paths_of(paths), rows[kept], counts.cumsum(0), classes, shares=largest == 1)
 
 
 class BoxedTransform:

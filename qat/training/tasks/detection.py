@@ -103,8 +103,8 @@ class Detection(Task):
 
     def class_count(self, answers: Any) -> int:
         outputs = answers[0]
-        if DETECTIONS in outputs:
-            return int(outputs[DETECTIONS][:, 1].max()) + 1
+        if DETECTIONS in outputs:  # the boxes that it found say no more
+            return 0
         return int(outputs["cls_logits"].shape[2] if "cls_logits" in outputs else self.decoder.classes)  # type: ignore[union-attr]
 
     def boxes(self, answers: Any) -> "list[Found]":
@@ -144,6 +144,7 @@ class Detection(Task):
         from faster_coco_eval import COCO, COCOeval_faster
 
         rows, classes = counts[counts[:, LABEL] >= 0], int(counts[counts[:, LABEL] < 0, SCORE].max())
+        classes = max(classes, int(counts[:, LABEL].max()) + 1)
         entries = []
         for number, (image, label, score, crowd, left, top, right, bottom) in enumerate(rows.tolist(), 1):
             size = {"bbox": [left, top, right - left, bottom - top], "area": (right - left) * (bottom - top)}
