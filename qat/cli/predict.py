@@ -16,7 +16,7 @@ from qat.cli.runtimes import RUNTIMES
 from qat.text import table
 from qat.training.data.images import read_picture
 from qat.training.data.transforms import pixels_of
-from qat.training.errors import problems_of
+from qat.training.errors import UserError, problems_of
 from qat.training.report.drawing import draw, drawable
 from qat.training.run.folder import Json
 
@@ -48,7 +48,7 @@ class Predicted:
     answers: dict[str, Any]
 
     def drawn(self, folder: str, what: str, pixels: Tensor) -> Path:
-        """Save a picture, uint8 (3, H, W), beside no other of its name."""
+        """Save a picture, uint8 (3, H, W), under the name of its file."""
         path = Path(folder) / f"{self.file.stem}_{what}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
@@ -57,6 +57,9 @@ class Predicted:
 
 def run(given: argparse.Namespace) -> int:
     opened = open_run(given.run_path, given.model)
+    stems = [Path(file).stem for file in given.images]
+    if opened.task.kind != "labels" and len({*stems}) < len(stems):
+        raise UserError("IMAGE: two pictures have one name, under which both would be drawn; give them one by one")
     runtimes = [given.runtime or opened.runtime, *(["float"] if given.compare else [])]
     engines = {runtime: opened.engine(runtime) for runtime in runtimes}
     show: Callable[[Run, Predicted, argparse.Namespace], tuple[Json, list[str]]]

@@ -123,7 +123,7 @@ class Run:
         """What the model has learned; that of boxes needs the folder, to decode them."""
         if self.path.is_dir():
             task = self.config.task
-            return task if task is CLASSIFICATION else task.bound(self.quantized)
+            return task.bound(self.quantized) if task.kind == "boxes" else task  # loading a model takes seconds
         return next(task for task in TASKS if task.name == self.about.get("task", CLASSIFICATION.name))
 
     @cached_property

@@ -107,7 +107,8 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
                 config.name, num_classes=built, weights=weights, **arguments
             )
             if weights is not None and built != classes:
-                fresh = torchvision.models.get_model(config.name, num_classes=classes, **_structure(config, weights))
+                arguments |= _structure(config, weights)
+                fresh = torchvision.models.get_model(config.name, num_classes=classes, **arguments)
                 names = _take_classifiers(model, fresh)
                 if with_weights:
                     said = "model.weights: %s has %d classes; %s is new, with %d"
@@ -129,13 +130,14 @@ def _no_file_read() -> Iterator[None]:
 
 def _structure(config: ModelConfig, weights: "WeightsEnum") -> dict[str, Any]:
     # What weights change of a builder's arguments.
-    task = task_of(config.name, None)
-    arguments = {**task.builder_arguments, **config.kwargs}
+    changed: dict[str, Any] = {}
     if config.name in ("googlenet", "inception_v3"):
-        return {**arguments, "init_weights": False}
+        changed = {"init_weights": False}
     if config.name.startswith("vit_"):
-        return {**arguments, "image_size": weights.meta["min_size"][0]}
-    return {**arguments, "aux_loss": True} if task is SEGMENTATION and config.name != LRASPP else arguments
+        changed = {"image_size": weights.meta["min_size"][0]}
+    if task_of(config.name, None) is SEGMENTATION and config.name != LRASPP:
+        changed = {"aux_loss": True}
+    return {name: value for name, value in changed.items() if name not in config.kwargs}
 
 
 def _take_classifiers(model: nn.Module, fresh: nn.Module) -> list[str]:

@@ -62,11 +62,13 @@ ROWS = torch.tensor([
 """Boxes of two images: of the first two objects and a crowd, of the second none."""
 
 
-def test_losses_and_boxes_are_the_detectors_own(pair: tuple[Any, nn.Module, Detection]) -> None:
-    detector, network, task = pair
+def _same_answers(detector: Any, network: nn.Module, task: Any) -> Any:
+    """Compare losses and boxes to the bit; return the answers."""
     images = torch.randn(2, 3, SIDE, SIDE)
     for _ in range(2):  # statistics of BatchNorm
+        torch.manual_seed(1)  # of two stages: it draws which proposals it learns from
         wanted = sum(detector.train()(list(images), _targets(ROWS)).values())
+        torch.manual_seed(1)
         loss, _ = task.training_loss(network.train()(images), images, ROWS, 0.0)
         assert float(loss.detach()) == float(wanted.detach())
     with torch.no_grad():
@@ -74,6 +76,11 @@ def test_losses_and_boxes_are_the_detectors_own(pair: tuple[Any, nn.Module, Dete
         for one, other in zip(detector.eval()(list(images)), task.boxes(answers), strict=True):
             assert len(one["boxes"]) and all(torch.equal(one[key], other[key]) for key in one)
         assert float(task.total_loss(answers, ROWS)) > 0
+    return answers
+
+
+def test_losses_and_boxes_are_the_detectors_own(pair: tuple[Any, nn.Module, Detection]) -> None:
+    _same_answers(*pair)
 
 
 def test_twenty_steps_have_the_losses_of_a_plain_loop_of_torchvision() -> None:
@@ -186,18 +193,9 @@ def test_two_stages_have_the_detectors_own_losses_and_boxes() -> None:
     name = "fasterrcnn_mobilenet_v3_large_320_fpn"
     detector: Any = _as_given(get_model(name, weights=None, weights_backbone=None, num_classes=4))
     network = DETECTION.network(copy.deepcopy(detector))
-    task, images = DETECTION.bound(network), torch.randn(2, 3, SIDE, SIDE)
-    for _ in range(2):
-        torch.manual_seed(1)  # it draws which proposals it learns from
-        wanted = sum(detector.train()(list(images), _targets(ROWS)).values())
-        torch.manual_seed(1)
-        loss, _ = task.training_loss(network.train()(images), images, ROWS, 0.0)
-        assert float(loss.detach()) == float(wanted.detach())
-    with torch.no_grad():
-        answers = task.answers(network.eval()(images), images)
-        for one, other in zip(detector.eval()(list(images)), task.boxes(answers), strict=True):
-            assert len(one["boxes"]) and all(torch.equal(one[key], other[key]) for key in one)
-        assert float(task.total_loss(answers, ROWS)) > 0 and not network.rpn.training
+    task = DETECTION.bound(network)
+    answers = _same_answers(detector, network, task)
+    assert not network.rpn.training
     assert task.class_count(answers) == 4 and task.classes(answers).shape == (2,)
 
 
@@ -281,6 +279,8 @@ def test_the_verbs_know_boxes(finished: Path, tmp_path: Path, capsys: pytest.Cap
     assert all(0 <= side <= 80 for each in answer["boxes"]["float"] for side in each["box"])
     with Image.open(tmp_path / "drawn" / "photo_boxes.png") as drawn:
         assert drawn.size == (80, 60)
+    assert verb(["predict", str(finished), "a/photo.png", "b/photo.jpg"]) != 0
+    assert "two pictures have one name" in capsys.readouterr().err
     assert verb(["evaluate", str(finished), "data.limit_val=2"]) == 0 and "mAP %" in capsys.readouterr().out
     assert verb(["verify", str(finished)]) == 0 and "top1" not in capsys.readouterr().out
     assert verb(["predict", str(finished / "model.onnx"), str(_photo(tmp_path))]) != 0

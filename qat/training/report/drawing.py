@@ -12,6 +12,7 @@ from torch import Tensor
 from qat.training.data.loaders import Data
 from qat.training.data.transforms import ToInput
 from qat.training.run.folder import Json
+from qat.training.tasks.detection import Detection
 from qat.training.tasks.labels import IGNORED
 from qat.training.tasks.task import Task
 
@@ -44,6 +45,7 @@ def drawable(task: Task, answers: Any, lowest: float = LOWEST) -> list[Any]:
     """Return each image's mask, or its boxes of at least this score."""
     if task.kind == "masks":
         return list(task.classes(answers).cpu())
+    assert isinstance(task, Detection)
     boxes = ((found, found["scores"] >= lowest) for found in task.boxes(answers))
     return [{key: each[shown].cpu() for key, each in found.items()} for found, shown in boxes]
 

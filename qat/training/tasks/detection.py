@@ -16,9 +16,8 @@ if TYPE_CHECKING:  # it imports torchvision, which takes seconds
 
     Answers = tuple[Outputs, torch.Size]
 
-IMAGE, LABEL, SCORE, CROWD, BOX = 0, 1, 2, 3, slice(4, 8)
-"""Columns of counts: an image's number, a label, a score (-1 for a true box), 1 for a crowd, a box."""
-
+IMAGE, LABEL, SCORE = 0, 1, 2
+"""Columns of counts: an image's number, a label, a score (-1 for a true box); then 1 for a crowd, and a box."""
 
 DETECTIONS = "detections"
 """Output of a file that decodes: image, label, score, left, top, right, bottom in its rows."""
@@ -65,9 +64,8 @@ class Detection(Task):
         outputs: Any = output
         if not isinstance(output, dict):  # of a runtime, in the order of the file's
             outputs = dict(zip(OUTPUTS if len(outputs) > 1 else [DETECTIONS], outputs, strict=False))
-        return {
-            name: each.float() if isinstance(each, Tensor) else each for name, each in outputs.items()
-        }, images.shape
+        kept = {name: each.float() if isinstance(each, Tensor) else each for name, each in outputs.items()}
+        return kept, images.shape
 
     def training_loss(self, output: object, images: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Any]:
         """Return the sum of the detector's losses, and the answers."""
@@ -80,10 +78,7 @@ class Detection(Task):
         for rows in labels:
             wanted = rows[(rows[:, 0] >= 0) & (rows[:, 5] == 0)]  # a crowd is nothing to find
             targets.append({"boxes": wanted[:, 1:5], "labels": wanted[:, 0].long()})
-        return sum(
-            self.decoder.losses(answers[0], size_of(answers), targets).values(),
-            start=torch.zeros((), device=labels.device),
-        )
+        return torch.stack([*self.decoder.losses(answers[0], size_of(answers), targets).values()]).sum()
 
     def total_loss(self, answers: Any, labels: Tensor) -> Tensor:
         if DETECTIONS in answers[0]:
@@ -132,12 +127,12 @@ class Detection(Task):
 
     def merged(self, counts: list[Tensor]) -> Tensor:
         """Number the images of all batches, and return all rows."""
-        first = 0.0
-        for number, rows in enumerate(counts):
-            counts[number] = rows.clone()
-            counts[number][:, IMAGE] += first
-            first = float(counts[number][:, IMAGE].max()) + 1
-        return torch.cat(counts)
+        first, numbered = 0.0, list[Tensor]()
+        for rows in counts:
+            numbered.append(rows.clone())
+            numbered[-1][:, IMAGE] += first
+            first = float(numbered[-1][:, IMAGE].max()) + 1
+        return torch.cat(numbered)
 
     def score(self, counts: Tensor) -> Score:
         """Return COCO's mean of the average precisions at overlaps of 0.5 to 0.95, by faster-coco-eval."""

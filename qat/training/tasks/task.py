@@ -70,10 +70,6 @@ class Task(ABC):
     def classes(self, answers: Any) -> Tensor:
         """Return the class of each answer."""
 
-    def boxes(self, answers: Any) -> list[dict[str, Tensor]]:
-        """Return the boxes (n, 4) of each image with their labels and scores, of detection."""
-        raise NotImplementedError
-
     @abstractmethod
     def class_count(self, answers: Any) -> int:
         """Return how many classes the answers tell apart."""
