@@ -4,6 +4,7 @@
     python -m benchmarks.zoo --only 'swin*' --again --jobs 2
     python -m benchmarks.zoo --library timm                   # transformers, ultralytics: has to be installed
     python -m benchmarks.zoo --again --without-export         # half the time; what files were like is kept, and said
+    python -m benchmarks.zoo --oldest --minutes 60            # rows by age, at nice 19; the next run goes on from there
     python -m benchmarks.document                             # docs/zoo.md's tables from what is kept
 
 One process and one line a model, in benchmarks/results/zoo.jsonl (zoo_timm.jsonl for a library), whatever happens
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -25,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kept import kept
-from benchmarks.zoo_models import FAMILIES, NAMES, family_of, names_of
+from benchmarks.zoo_age import names_in, oldest, said
+from benchmarks.zoo_models import NAMES, family_of, names_of
 from benchmarks.zoo_table import results_of, verdict
 from qat.atomic_write import atomic_write
 
@@ -34,6 +37,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 POLL_SECONDS = 0.2
 FILES = ("export", "runtime")
 """The steps of a model's files."""
+KEEPING = threading.Lock()
+"""Held while a row is put among the kept ones."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,9 @@ def keep(row: dict[str, Any], results: Path) -> dict[str, Any]:
 
 def chosen(patterns: list[str], library: str = "torchvision") -> list[str]:
     """The names of a library's models that fit one of the patterns; ValueError if there is none."""
-    names = [name for family in (FAMILIES if library == "torchvision" else [library]) for name in names_of(family)]
-    found = [name for name in names if any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in patterns)]
+    found = [
+        name for name in names_in(library) if any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in patterns)
+    ]
     if not found:
         raise ValueError(f"--only {' '.join(patterns)}: no model of {library} is called so")
     return found
@@ -116,6 +122,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=["torchvision", *NAMES], default="torchvision")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names, as in a shell")
+    parser.add_argument("--oldest", action="store_true", help="of all libraries, the oldest rows first, at nice 19")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no model after these")
     parser.add_argument("--again", action="store_true", help="measure those that are kept already too")
     parser.add_argument("--without-export", action="store_true", help="keep what the files of a model were like")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
@@ -124,19 +132,31 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=20, help="bound on the memory of one model")
     parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    results = given.results or results_of(given.library)
-    done = set() if given.again else {row["name"] for row in kept(results)}
     bounds = Bounds(given.seconds, given.gib, given.threads)
     case = [sys.executable, "-m", "benchmarks.zoo_case"]
     more = ["--without-export"] * given.without_export
+    ends = time.monotonic() + 60 * given.minutes
+    if given.oldest:
+        os.nice(19)
+        models = oldest()
+    else:
+        done = set() if given.again else {row["name"] for row in kept(given.results or results_of(given.library))}
+        models = [(given.library, name) for name in chosen(given.only, given.library) if name not in done]
+
+    def run(library: str, name: str) -> None:
+        if time.monotonic() < ends:
+            row = measured(name, bounds, [*case, name, *more])
+            with KEEPING:
+                found = keep(row, given.results or results_of(library))
+            print(f"{found['name']}: {verdict(found)} ({found['seconds']:.0f} s)", flush=True)
+
     with ThreadPoolExecutor(given.jobs) as pool:
-        names = [name for name in chosen(given.only, given.library) if name not in done]
         try:
-            for row in as_completed([pool.submit(measured, name, bounds, [*case, name, *more]) for name in names]):
-                found = keep(row.result(), results)
-                print(f"{found['name']}: {verdict(found)} ({found['seconds']:.0f} s)", flush=True)
+            for started in as_completed([pool.submit(run, *model) for model in models]):
+                started.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+    print(said())
 
 
 if __name__ == "__main__":

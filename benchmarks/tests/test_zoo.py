@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from benchmarks import zoo_case
+from benchmarks import zoo_age, zoo_case
 from benchmarks.work import Place
 from benchmarks.zoo import Bounds, chosen, measured
 from benchmarks.zoo_models import FAMILIES, Case, family_of, names_of
@@ -207,3 +207,15 @@ def test_parts_are_found_and_compared(tmp_path: Path) -> None:
         model.head.get_submodule("0").weight.neg_()
     other = agreement(files)
     assert not other["ok"] and other["layers_beyond"] == 0
+
+
+def test_the_oldest_rows_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = {"new": 0.0, "old": 9.0, "unknown": float("inf"), None: float("inf")}
+    rows = [{"name": "vit_b_16", "commit": "new", "files_of": "old"}, {"name": "alexnet", "commit": "new"},
+            {"name": "raft_small", "commit": "new", "files_of": "unknown"}]  # fmt: skip
+    monkeypatch.setattr(zoo_age, "behind", ages.__getitem__)
+    monkeypatch.setattr(zoo_age, "kept", lambda path: rows if path.name == "zoo.jsonl" else [])
+    names = [name for _, name in zoo_age.oldest()]
+    assert names[-3:] == ["raft_small", "vit_b_16", "alexnet"] and "resnet18" in names[:-3]
+    monkeypatch.setattr(zoo_age, "same_code", lambda commit, part: commit == "new")
+    assert zoo_age.said() == "of 3 rows are of this commit's code: capture 3, evaluation 3, export 1"
