@@ -38,6 +38,8 @@ from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
 from qat.quantizer import Quantizer
 
 LEARNING_RATE = 1e-4
+LARGEST_GRADIENT = 10.0
+"""Norm to which gradients are clipped: fresh flow networks would diverge, to a NaN or not as the processor rounds."""
 STEPS = 3
 """So that two of them start from what a step has changed: parameters, statistics, whatever a model keeps."""
 LONGEST_REASON = 240
@@ -182,6 +184,7 @@ def train(model: nn.Module, case: Case) -> dict[str, Any]:
         losses.append(float(loss.detach()))
         missing |= dict.fromkeys(name for name, parameter in learned.items() if parameter.grad is None)
         broken |= _not_finite({name: parameter.grad for name, parameter in learned.items()})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
         optimizer.step()
     broken |= _not_finite(dict(model.named_parameters()))
     facts: dict[str, Any] = {"losses": losses, "without_gradient": list(missing), "not_finite": list(broken)}
