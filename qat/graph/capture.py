@@ -176,6 +176,5 @@ def _are_same(ours: object, theirs: object) -> bool:
         [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (ours, theirs)
     )
     return len(left) == len(right) and all(
-        a.shape == b.shape and (a.is_meta or _are_close(_wide(a), _wide(b)))
-        for a, b in zip(left, right, strict=True)
+        a.shape == b.shape and (a.is_meta or _are_close(_wide(a), _wide(b))) for a, b in zip(left, right, strict=True)
     )
