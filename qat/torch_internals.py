@@ -258,10 +258,15 @@ def argument_names(operator: Any) -> list[str]:
     return [each.name for each in operator._schema.arguments] if hasattr(operator, "_schema") else []
 
 
+def empty_by_default(operator: Any) -> set[str]:
+    """Return the names of an operator's lists that are empty where a call leaves them out."""
+    return {each.name for each in operator._schema.arguments if each.default_value == []}
+
+
 # ---- what torch.export decides about sizes ----
 
-_TORCH = str(Path(torch.__file__).parent)
-_CALLED_BY_MODELS = tuple(f"{_TORCH}/{part}" for part in ("nn/", "functional.py", "_jit_internal.py", "_tensor.py"))
+_OPERATORS = "_decomp/", "_library/", "_meta_registrations.py", "_ops.py", "_prims", "_refs/", "_subclasses/"
+_OPERATOR_FILES = tuple(str(Path(torch.__file__).parent / part) for part in _OPERATORS)
 
 
 @contextmanager
@@ -316,7 +321,7 @@ def size_conditions(exported: Any, count: int, watching: str) -> list[str]:
     guards: list[Any] = [] if shapes is None else shapes.guards
     for guard in guards:
         file = str(getattr(guard.sloc.framework_loc, "filename", ""))
-        by_operator = file == watching or (file.startswith(_TORCH) and not file.startswith(_CALLED_BY_MODELS))
+        by_operator = file == watching or file.startswith(_OPERATOR_FILES)
         if guard.expr.free_symbols <= names.keys() and (isinstance(guard.expr, sympy.Eq) or not by_operator):
             conditions.append(PythonPrinter().doprint(guard.expr.xreplace(names)))
     return list(dict.fromkeys(conditions))

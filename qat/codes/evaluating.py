@@ -101,7 +101,7 @@ class Evaluator:
                 device = next(model.parameters()).device
                 program, self._seen = on_device(program, device)
                 self._key, self.program = f"{device.type}{program.code}{evaluated.code}", merged(program)
-            except (ValueError, RuntimeError) as error:
+            except Exception as error:  # whatever it does not take runs operation by operation
                 self.reason = first_line(error)
                 return
             self._proof = None if self._key in agreed else (program, evaluated)
@@ -119,13 +119,14 @@ class Evaluator:
                     )
                 except NotANumberError:
                     raise
-                except (ValueError, RuntimeError) as error:
+                except Exception as error:
                     with plain_formulas():
                         evaluated(*_on_cpu(args), **_on_cpu(kwargs))  # which raises too if it is for the inputs
                     same, cause = False, f"fails ({first_line(error)})"
             self._agreed[self._key], self._proof = same, None
             if not same:
-                log.warning("evaluation runs operation by operation: its integer program %s", cause)
+                self.reason = f"its integer program {cause}"
+                log.warning("evaluation runs operation by operation: %s", self.reason)
         if not self._agreed[self._key]:
             self.program = None
         return self.program is not None

@@ -29,7 +29,7 @@ def explain_part(
     model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
 ) -> tuple[str, dict[str, Row]]:
     """Return a predicate for the part ('trains ...'), and a row for each module."""
-    evaluated = not model.training
+    evaluated, evaluator = not model.training, model._engine_state.evaluator
     with evaluating(model) if evaluated else nullcontext():
         if evaluated:
             model.train()  # only what would train is asked about
@@ -56,6 +56,8 @@ def explain_part(
         how = "trains on codes, without a self-check (QAT_SELF_CHECK=off)"
     if evaluated:
         how = f"is in evaluation; in training it {how}"
+    if evaluator is not None and evaluator.reason:
+        how = f"{how}; its last evaluation ran {PLAINLY}: {evaluator.reason}"
     return how, rows
 
 

@@ -73,7 +73,7 @@ class FusedGraph(PreparedGraph):
                 try:
                     if evaluator.answers(args, kwargs):
                         return evaluator(args, kwargs)
-                except (ValueError, RuntimeError) as error:  # a NaN, or inputs that the model refuses in its own words
+                except Exception as error:  # a NaN, or inputs that the model refuses in its own words
                     self._give_up(evaluator, error)
             fused = self._ready(args, kwargs)
             if fused is None or fused.run is None:
@@ -82,9 +82,13 @@ class FusedGraph(PreparedGraph):
                 return fused.run(self, *args, **kwargs)
             try:
                 return fused.run(fused.modules, *args, **kwargs)
-            except (AttributeError, TypeError) as error:
-                self._name_left_out(error, args, kwargs)
-                raise
+            except Exception as error:
+                why = f"its derived graph fails ({first_line(error)})"
+            result = plain(self, *args, **kwargs)  # which raises too if it is for the inputs
+            self._verdicts[fused.key] = Verdict(None, why)
+            self._engine_state.fused = None
+            self._log_once(f"training runs the prepared graph operation by operation: {why}")
+            return result
 
         cls.forward = forward  # of this model alone: torch.fx makes a class for each
         return code
@@ -224,7 +228,8 @@ class FusedGraph(PreparedGraph):
         evaluator.failures += 1
         if evaluator.failures == MOST_FAILURES:
             evaluator.program = None  # and its state stays, so that no other is made
-            self._log_once(f"evaluation runs operation by operation: its integer program fails ({first_line(error)})")
+            evaluator.reason = f"its integer program fails ({first_line(error)})"
+            self._log_once(f"evaluation runs operation by operation: {evaluator.reason}")
 
     def _is_in_use(self) -> bool:
         # Until every quantizer is calibrated and enabled, evaluation in float is expected and no news.

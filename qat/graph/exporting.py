@@ -53,7 +53,7 @@ class Captured:
 
     graph: fx.Graph
     free: str  # the free sizes: "all", those of the "batch", or "none"
-    asks_mode: bool  # forward reads `training`
+    asks_mode: frozenset[str]  # paths of modules that read their `training`
 
 
 class OutOfPatienceError(Exception):
@@ -212,7 +212,8 @@ def _attempt(
     if broken := first_broken(conditions, leaves):  # a loop over the samples takes as many as there were
         raise RuntimeError(f"it takes for granted that {broken}")
     graph = Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])
-    return Captured(graph, free, bool(asked))
+    paths = {id(module): name for name, module in outer.model.named_modules()}
+    return Captured(graph, free, frozenset(paths[id(module)] for module in asked if id(module) in paths))
 
 
 def empty_caches(model: nn.Module, run: Callable[[int], object]) -> None:

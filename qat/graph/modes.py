@@ -9,7 +9,9 @@ leaves out what depends on them.
 import contextlib
 import copy
 import operator
-from typing import Any, TypeVar
+import os
+from collections.abc import Collection
+from typing import Any, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -69,7 +71,7 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
         name for name in buffers_of(graph_module) if name.startswith(GRAPH_CONSTANT)
     )
     _dropouts_become_modules(graph_module, counterparts)
-    _outputs_by_mode(graph_module, in_evaluation, counterparts)
+    _outputs_by_mode(graph_module, in_evaluation, counterparts, evaluation.asks_mode)
     leave_out(graph_module, model, examples)
     graph_module.graph = graph_module.graph  # it was run as another module's; this recompiles, too
     return graph_module
@@ -201,24 +203,56 @@ def _dropouts_become_modules(graph_module: fx.GraphModule, counterparts: dict[fx
     graph_module.recompile()
 
 
-def _outputs_by_mode(graph_module: fx.GraphModule, evaluation: fx.Graph, counterparts: dict[fx.Node, fx.Node]) -> None:
+def _outputs_by_mode(
+    graph_module: fx.GraphModule, evaluation: fx.Graph, counterparts: dict[fx.Node, fx.Node], asking: Collection[str]
+) -> None:
     end = graph_module.graph.output_node()
     in_evaluation = fx.node.map_arg(evaluation.output_node().args[0], lambda node: counterparts[node])
-    if repr(in_evaluation) != repr(end.args[0]):
-        name = free_name(graph_module, "outputs_by_mode")
-        graph_module.add_submodule(name, ByMode())
-        with graph_module.graph.inserting_before(end):
-            end.args = (graph_module.graph.call_module(name, (end.args[0], in_evaluation)),)
+    if repr(in_evaluation) == repr(end.args[0]):
+        return
+    layers = {str(node.target) for node in graph_module.graph.find_nodes(op="call_module")}  # a graph looks into none
+    asked = _where_ways_part(end.args[0], in_evaluation, set(asking) - layers)
+    common = os.path.commonpath(["/" + path.replace(".", "/") for path in asked])[1:].replace("/", ".")
+    with graph_module.graph.inserting_before(end):
+        modes = [_call(graph_module, ByMode(), path, True, False) for path in asked if path != common]
+        result = _call(graph_module, ByMode(asked), common, end.args[0], in_evaluation, *modes)
+    end.args = (result,)
+
+
+def _call(graph_module: fx.GraphModule, module: nn.Module, scope: str, *args: Any) -> fx.Node:
+    name = free_name(graph_module, f"{scope}.by_mode".lstrip("."))
+    graph_module.add_submodule(name, module)
+    return graph_module.graph.call_module(name, args)
+
+
+def _where_ways_part(training: Any, evaluation: Any, asking: Collection[str]) -> list[str]:
+    # The modules whose mode may decide: those that ask for it, around nodes that run in one mode alone or feed these.
+    ways = [_read_by(training), _read_by(evaluation)]
+    parting = [node for node in {**ways[0], **ways[1]} if (node in ways[0]) != (node in ways[1])]
+    scopes = {f"{scope_of(each)}." for node in parting for each in (node, *node.all_input_nodes)}
+    return sorted(p for p in asking if not p or any(scope.startswith(f"{p}.") for scope in scopes)) or [""]
+
+
+def _read_by(result: Any) -> dict[fx.Node, None]:
+    found, left = dict[fx.Node, None](), list[fx.Node]()
+    fx.node.map_arg(result, left.append)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found[node] = None
+            left += node.all_input_nodes
+    return found
 
 
 def evaluation_only(graph_module: fx.GraphModule) -> None:
     """Keep only what evaluation computes, in place; export needs no more."""
-    for node in list(graph_module.graph.nodes):
-        if isinstance(submodule_of(graph_module, node), ByMode):
-            end = graph_module.graph.output_node()
-            assert list(node.users) == [end]
-            end.args = (node.args[1],)
-            graph_module.graph.erase_node(node)
+    end = graph_module.graph.output_node()
+    node = end.args[0]
+    if isinstance(node, fx.Node) and isinstance(submodule_of(graph_module, node), ByMode):
+        _, evaluation, *modes = node.args
+        end.args = (evaluation,)
+        for each in (node, *modes):
+            graph_module.graph.erase_node(cast("fx.Node", each))
 
 
 def spelled_out(model: nn.Module, graph: fx.Graph, training: bool) -> dict[str, list[fx.Node]]:
@@ -278,10 +312,22 @@ def call_norm(graph: fx.Graph, name: str, nodes: list[fx.Node]) -> None:
 
 
 class ByMode(nn.Module):
-    """Returns the first of two values in training, the second in evaluation."""
+    """Returns the first of two values in training, the second in evaluation.
 
-    def forward(self, training: object, evaluation: object) -> object:
+    It stands inside of the module that asked for its mode, and so follows that one; of several, all have to agree.
+    """
+
+    def __init__(self, paths: Collection[str] = ()) -> None:
+        super().__init__()
+        self.paths = [path or "the model" for path in paths]
+
+    def forward(self, training: object, evaluation: object, *modes: bool) -> object:
         """Return the value for the present mode."""
+        if any(mode != self.training for mode in modes):
+            raise ValueError(
+                f"forward of each of {', '.join(self.paths)} asks for its mode, and the prepared model has one graph"
+                " for all of them in training and one for all in evaluation; set them to the same mode"
+            )
         return training if self.training else evaluation
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from qat.torch_internals import argument_names, name_of_operator
+from qat.torch_internals import argument_names, empty_by_default, name_of_operator
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -81,6 +81,11 @@ def called(node: fx.Node, args: Args, kwargs: Kwargs) -> Call:
     name, overload = name_of_operator(target)
     if not name:
         return "call_function", getattr(target, "overloadpacket", target), args, kwargs
+    left_out = empty_by_default(target)  # an export names them where later arguments are given, and functions take None
+    args = tuple(
+        None if each == [] and key in left_out else each
+        for key, each in zip(argument_names(target), args, strict=False)
+    )
     given = dict(zip(argument_names(target), args, strict=False)) | kwargs
     kwargs = {key: value for key, value in kwargs.items() if key not in UNSAID}
     if name == "sym_size":

@@ -79,9 +79,9 @@ def torch_as_captured(is_paused: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
-    """Collect the names of classes whose code asks for its mode in this thread."""
-    asked: list[str] = []
+def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[nn.Module]]:
+    """Collect the modules whose code asks for their mode in this thread."""
+    asked: list[nn.Module] = []
     here = threading.get_ident()
 
     def read(module: nn.Module) -> bool:
@@ -90,7 +90,7 @@ def mode_is_asked(is_paused: Callable[[], bool]) -> Iterator[list[str]]:
         caller = str(frame.f_back.f_globals.get("__name__", ""))
         by_model = not caller.startswith("torch.") or caller.startswith("torch.nn.")
         if by_model and threading.get_ident() == here and not is_paused():
-            asked.append(type(module).__name__)
+            asked.append(module)
         return bool(vars(module)["training"])
 
     def write(module: nn.Module, training: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation, StochasticDepth
 
@@ -135,7 +136,11 @@ def test_an_argument_that_is_left_out() -> None:
         with plain_formulas():
             expected = model(**x)
         assert torch.equal(model(**x), expected)
-    assert program_of(model) is not None
+        assert program_of(model) is not None
+        with pytest.raises(
+            ValueError, match=r"^the model was prepared with its argument 'x', which this call leaves out"
+        ):
+            model()
 
 
 @pytest.mark.filterwarnings("ignore::qat.export.litert.exporter.UnwritableWarning")
@@ -256,7 +261,12 @@ def failing(*given: object) -> Tensor:
 
 
 ADD = modules.arithmetic.add
-BROKEN = [(lambda *given: ADD(*given).clamp(min=1), "computed something else"), (failing, "fails (no memory)")]
+BROKEN = [
+    (lambda *given: ADD(*given).clamp(min=1), "computed something else"),
+    (failing, "fails (no memory)"),
+    (lambda *given: ()[1], "fails (tuple index out of range)"),
+    (lambda **none: None, "fails (<lambda>() takes 0 positional arguments but 6 were given)"),
+]
 
 
 @pytest.mark.parametrize(("add", "said"), BROKEN)
@@ -270,6 +280,28 @@ def test_a_program_that_computes_something_else_does_not_run(add, said, monkeypa
             assert torch.equal(model(x), plainly(model, x))
     assert program_of(model) is None
     assert caplog.messages == [f"evaluation runs operation by operation: its integer program {said}"]
+    assert f"its last evaluation ran operation by operation: its integer program {said}\n" in str(qat.explain(model))
+
+
+FORGOTTEN = {
+    "ceil_mode": lambda x: F.max_pool2d(x, 2, ceil_mode=True),
+    "padding": lambda x: F.max_pool2d(x, 3, padding=1),
+    "dilation": lambda x: F.max_pool2d(x, 2, dilation=2),
+    "average": lambda x: F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
+    "divisor": lambda x: F.avg_pool2d(x, 3, divisor_override=5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_a_list_that_is_left_out_before_others_is_none(case: str) -> None:
+    """torch.export writes it as an empty list, which functions of torch do not take for a window's stride."""
+    net = Plain(lambda self, x: self.b(FORGOTTEN[case](self.a(x))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 1))
+    x = torch.randn(2, 3, 9, 9)
+    model = of_float(net.eval(), x)
+    with torch.no_grad():
+        assert torch.equal(model(x), plainly(model, x)) and model.evaluates_on_codes
+    model.train()(x).sum().backward()
+    assert "trains on codes, the fast way" in str(qat.explain(model))
 
 
 def test_a_product_that_onednn_sums_up_wrongly_runs_in_float(monkeypatch, caplog):
@@ -290,7 +322,7 @@ def test_raw_pixels_are_refused_behind_a_float_batch_too_and_with_gradients_the_
     model, x = prepared()
     with torch.no_grad():
         model(x)
-        with pytest.raises(TypeError, match=r"^input_quantizer: x must be a floating-point tensor, got torch.uint8$"):
+        with pytest.raises(TypeError, match=r"^LSQQuantizer: x must be a floating-point tensor, got torch.uint8$"):
             model((255 * x).to(torch.uint8))
     model(x).sum().backward()
     assert model[0].weight.grad is not None

@@ -1,6 +1,7 @@
 """The engine's proof of itself: what is wrong is found, named and not run; what is right is left as it was."""
 
 import copy
+import dataclasses
 import functools
 import logging
 import pickle
@@ -132,6 +133,18 @@ def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, m
     (verdict,) = model._verdicts.values()
     assert verdict.distrusted is None and "raises RuntimeError: no such kernel" in verdict.reason
     model(x).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [IndexError, TypeError, RuntimeError])
+def test_an_exception_behind_the_check_is_none_of_training(x: Tensor, kind: type[Exception]) -> None:
+    model: Any = prepared(residual(), x)
+
+    def broken(*_: Any) -> Any:
+        raise kind("of ours")
+
+    model._engine_state.fused = dataclasses.replace(model._derive(), run=broken)
+    model(x).sum().backward()
+    assert "operation by operation: its derived graph fails (of ours)" in str(qat.explain(model))
 
 
 def test_every_change_is_checked_anew_and_known_states_are_not(x, model, monkeypatch):

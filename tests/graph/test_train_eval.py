@@ -95,6 +95,39 @@ def test_what_depends_on_the_mode_is_decided_at_every_call(case: str) -> None:
         checks.assert_close_to_float(net, model, x)
 
 
+class Scaled(nn.Module):
+    """A block whose forward asks for its own mode."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * self.scale if self.training else x
+
+
+@pytest.mark.parametrize("path", ["b", "c", "b.layer", "c.0", "c.2"])
+@pytest.mark.parametrize("blocks", ["b", "c"])
+def test_a_block_has_a_mode_of_its_own(blocks: str, path: str) -> None:
+    """Point 68: a frozen block's branch followed the model."""
+    torch.manual_seed(0)
+    net = Plain(lambda self, x: self.get_submodule(blocks)(self.a(x)), a=nn.Linear(8, 8), b=Scaled(5.0),
+                c=nn.Sequential(Scaled(2.0), nn.ReLU(), Scaled(3.0)))  # fmt: skip
+    x = draw(6, 8)
+    prepared = qat.prepare(net, example_inputs=x)
+    qat.calibrate(prepared, [x])
+    for model in (prepared, without_quantizers(prepared)):
+        for mode in (True, False):
+            for each in (net, model):
+                each.train(mode).get_submodule(path).train(not mode)
+            if path in ("c.0", "c.2") and blocks == "c":
+                with pytest.raises(ValueError, match=r"^forward of each of c\.0, c\.2 asks for its mode, and the"):
+                    model(x)
+            else:
+                assert torch.allclose(model(x), net(x), atol=1e-5 if model is not prepared else 0.3)
+
+
 def mean_in_place(self: Any, x: Tensor) -> Tensor:
     y = self.a(x)
     if self.training:
