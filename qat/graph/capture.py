@@ -69,7 +69,19 @@ def graph_of(model: nn.Module, examples: Examples, allowed: tuple[str, ...]) -> 
         if written and len(node.args) == 2 and not node.kwargs and memory.is_unseen(node):
             node.op, node.target = "call_function", PYTHONS[name[:-1]]
     check_answer(model, examples, captured.graph, draws)
+    if captured.asks_layout:
+        try:
+            check_answer(model, pytree.tree_map(_laid_out_otherwise, examples), captured.graph)
+        except CaptureError as error:
+            raise CaptureError("forward asks a tensor for its layout in memory, which a graph does not keep") from error
     return captured
+
+
+def _laid_out_otherwise(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or not x.is_contiguous():
+        return x.contiguous() if isinstance(x, torch.Tensor) else x
+    axis = min(1, x.dim() - 2)  # channels go last
+    return x.movedim(axis, -1).contiguous().movedim(-1, axis)
 
 
 class _Noting(fx.Interpreter):

@@ -42,6 +42,9 @@ GRADIENTS = frozenset((
 OUTSIDE = frozenset(("numpy", "__array__", "__dlpack__"))
 """Methods that take a tensor's values out of torch."""
 
+LAYOUT = (Tensor.is_contiguous, Tensor.stride)
+"""Methods that tell how a tensor lies in memory, which a graph keeps as it was."""
+
 ATTENTION = F.scaled_dot_product_attention
 
 BY_VALUES = "the way through it depends on the values of a tensor ({}); torch.where(condition, a, b) takes both ways"
@@ -54,6 +57,7 @@ class Captured:
     graph: fx.Graph
     free: str  # the free sizes: "all", those of the "batch", or "none"
     asks_mode: frozenset[str]  # paths of modules that read their `training`
+    asks_layout: bool  # forward asks a tensor how it lies in memory
 
 
 class OutOfPatienceError(Exception):
@@ -81,7 +85,7 @@ class Watching(TorchFunctionMode):
 
     def __init__(self, until: float) -> None:
         super().__init__()
-        self.until, self.calls = until, 0
+        self.until, self.calls, self.asks_layout = until, 0, False
 
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,6 +94,8 @@ class Watching(TorchFunctionMode):
         self.calls += 1
         if self.calls % 64 == 0 and time.thread_time() > self.until:  # reading the clock takes longer than a call
             raise OutOfPatienceError
+        if function in LAYOUT and _called_from_outside():
+            self.asks_layout = True
         if asked := _lost(function):
             raise CaptureError(
                 f"forward asks a tensor for {asked} ({place_of(_frames())}), which a graph does not keep"
@@ -118,12 +124,15 @@ def _lost(function: Callable[..., object]) -> str | None:
     name = function.__name__
     if name == "__get__":  # of an attribute
         name = getattr(getattr(function, "__self__", None), "__name__", "")
-    if name not in GRADIENTS | OUTSIDE or running:
-        return None
+    return name if name in GRADIENTS | OUTSIDE and _called_from_outside() else None
+
+
+def _called_from_outside() -> bool:
+    # Whether code that is not torch's calls the function that a mode sees, and no leaf does.
     frames = (frame for frame, _ in _frames() if frame.f_code.co_name != "__torch_function__")
     modules = (str(frame.f_globals.get("__name__", "")) for frame in frames)
     caller = next(module for module in modules if module not in (__name__, ""))  # the modes of the export are between
-    return None if caller.startswith("torch.") else name
+    return not (running or caller.startswith("torch."))
 
 
 def _frames() -> Iterator[tuple[FrameType, int]]:
@@ -202,7 +211,7 @@ def _attempt(
     until = time.thread_time() + PATIENCE if free == "all" else float("inf")
     opaque = opaque_leaves(outer.model, multi_head_attention)
     captured = torch_as_captured(is_paused)
-    with captured, opaque, mode_is_asked(is_paused) as asked, Watching(until), warnings_ignored():
+    with captured, opaque, mode_is_asked(is_paused) as asked, Watching(until) as watching, warnings_ignored():
         with torch.enable_grad(), free_sizes():
             exported = torch.export.export(outer, (copied(given),), dynamic_shapes=(dynamic,), strict=False)
         recorded: list[LeafCall] = [*calls]
@@ -213,7 +222,8 @@ def _attempt(
         raise RuntimeError(f"it takes for granted that {broken}")
     graph = Lifter(model, exported, recorded, "model.").lift(examples, packing, conditions, results[-1])
     paths = {id(module): name for name, module in outer.model.named_modules()}
-    return Captured(graph, free, frozenset(paths[id(module)] for module in asked if id(module) in paths))
+    asking = frozenset(paths[id(module)] for module in asked if id(module) in paths)
+    return Captured(graph, free, asking, watching.asks_layout)
 
 
 def empty_caches(model: nn.Module, run: Callable[[int], object]) -> None:
