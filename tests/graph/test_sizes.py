@@ -1,4 +1,4 @@
-"""Forwards that compute with sizes in Python: at other sizes they answer as the float model, or say that they do not."""
+"""Forwards that compute with sizes in Python answer at other sizes as the float model does, or refuse them."""
 
 from typing import Any
 
@@ -130,7 +130,5 @@ def test_sizes_in_python_are_followed_or_refused(body: str, training: bool) -> N
 )
 def test_a_way_that_the_layout_decides_is_no_graph(body: str) -> None:
     model = Plain(by_sizes, a=nn.Conv2d(3, 4, 3), body=f"x * (2 if {body} else 3)").eval()
-    with refused(
-        "forward asks a tensor for its layout, which a graph does not keep: its graph and the model", CaptureError
-    ):
+    with refused("forward asks a tensor for its layout in memory, which a graph does not keep", CaptureError):
         trace(model, bind_inputs("prepare", model, torch.randn(2, 3, 12, 12)), PreparedGraph)
