@@ -21,6 +21,7 @@ from qat.graph.capture import check_answer, check_modules, graph_of, log
 from qat.graph.exporting import Captured
 from qat.graph.in_place import written_by
 from qat.graph.nodes import FACTS, free_name, given_by_name, scope_of, submodule_of
+from qat.graph.operators import LOWEST_FIRST
 from qat.graph.side_effects import CaptureError, LostStateError
 from qat.graph.sizes import EXPECTATIONS
 from qat.inputs import Examples
@@ -73,6 +74,8 @@ def trace(model: nn.Module, examples: Examples, graph_class: type[Graph]) -> Gra
     _dropouts_become_modules(graph_module, counterparts)
     _outputs_by_mode(graph_module, in_evaluation, counterparts, evaluation.asks_mode)
     leave_out(graph_module, model, examples)
+    for node in graph_module.graph.nodes:  # only now, since the model itself takes any of equal values
+        node.target = LOWEST_FIRST.get(node.target, node.target) if node.op == "call_function" else node.target
     graph_module.graph = graph_module.graph  # it was run as another module's; this recompiles, too
     return graph_module
 

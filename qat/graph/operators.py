@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from qat.torch_internals import argument_names, empty_by_default, name_of_operator
 
@@ -73,6 +73,31 @@ OF_F = (
 """Functions that are in `F` and in torch, and that people call in `F`."""
 
 HOMES = ((torch, ""), (F, ""), (torch.fft, "fft_"), (torch.linalg, "linalg_"), (torch.special, "special_"))
+
+
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """Return torch.topk, of equal values the lowest index first, as ONNX has it.
+
+    On a grid many values are equal, and torch.topk takes any of them. An export records it all the same.
+    """
+    if torch.compiler.is_exporting():
+        return torch.topk(x, k, dim, largest)  # sorted, since the order of others is open too
+    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> tuple[Tensor, Tensor]:
+    """Return torch.sort, of equal values the lowest index first."""
+    return topk(x, x.shape[dim], dim, descending)
+
+
+def argsort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    """Return torch.argsort, of equal values the lowest index first."""
+    return sort(x, dim, descending)[1]
+
+
+LOWEST_FIRST: dict[Any, Any] = {torch.topk: topk, torch.sort: sort, torch.argsort: argsort}
+"""Functions that leave open which of equal values comes first, and those that do not."""
 
 
 def called(node: fx.Node, args: Args, kwargs: Kwargs) -> Call:

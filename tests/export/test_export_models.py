@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from torchvision.ops import SqueezeExcitation
 
 import qat
-from qat.export import compare_layers, optimized_operators
+from qat.export import compare_layers, optimized_operators, verify_onnx
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.preparation.parts import prepared_parts
 from qat.quantizer import Quantizer
@@ -374,3 +374,36 @@ def test_a_parameter_expanded_as_a_query_keeps_its_quantizer(repeats: bool, tmp_
     for images in (x[:1], x):
         qat.export_onnx(model, path, images)
         assert qat.verify_onnx(path, model, [x]).close == 1.0
+
+
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "topk": lambda s: s.topk(300, dim=1).indices,
+    "the smallest": lambda s: s.topk(300, 1, False, False)[1],
+    "sort": lambda s: s.sort(1).indices[:, :300],
+    "descending": lambda s: torch.sort(s, dim=1, descending=True)[1][:, :300],
+    "stable": lambda s: s.sort(stable=True, dim=1, descending=True)[1][:, :300],
+    "argsort": lambda s: s.argsort(1)[:, -300:],
+    "argmax": lambda s: s.argmax(1, keepdim=True),
+    "max": lambda s: s.max(1, keepdim=True).indices,
+    "windows": lambda s: F.max_pool1d(s[:, None], 4, return_indices=True)[1][:, 0],
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_of_equal_integers_the_lowest_index_is_chosen(case: str, tmp_path: Path) -> None:
+    """Point 93: nine tenths of these scores are equal, and a runtime took others than torch."""
+
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = F.relu(self.a(x))
+        scores = self.b(features).squeeze(-1)
+        return scores, features.gather(1, CHOICES[case](scores).unsqueeze(-1).expand(-1, -1, 8))
+
+    x = draw(3, 2000, 8)
+    model = quantized(Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 1)), x)
+    few = torch.where(torch.arange(2000)[:, None] % 20 == 0, x, 0.002 * x)
+    scores = model(few)[0]
+    assert scores.unique().numel() < 0.1 * scores.numel()
+    qat.export_onnx(model, tmp_path / "x.onnx", x)
+    found = verify_onnx(tmp_path / "x.onnx", model, [few])
+    assert found.agreement == 1 and found.max_difference < 1e-6
+    torch.testing.assert_close(qat.convert(model)(few), model(few), rtol=0, atol=0)
