@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from qat.contexts import warnings_ignored
 from qat.graph.attention import multi_head_attention, scaled_dot_product_attention
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
-from qat.graph.lifting import Lifter, Packing, packed, unpacked
+from qat.graph.lifting import FIXED, Lifter, Packing, packed, unpacked
 from qat.graph.patches import mode_is_asked, torch_as_captured
 from qat.graph.side_effects import CaptureError, restoring_state, state_of
 from qat.graph.sizes import first_broken
 from qat.inputs import Examples, call_given, copied
 from qat.text import first_line
-from qat.torch_internals import depends_on_values, free_sizes, size_conditions
+from qat.torch_internals import depends_on_values, free_sizes, pytree, size_conditions
 
 BATCH = 7
 """Batch size that export sees: rarely the size of something else, and not 1, which export takes for fixed."""
@@ -77,6 +77,12 @@ class Outer(nn.Module):
         made = unpacked(self.packing, leaves.__getitem__, lambda kind, args, kwargs: kind(*args, **kwargs))
         slots: list[Tensor] = []
         self.results.append(packed(call_given(self.model, made), slots))
+        plain = unpacked(self.results[-1], lambda _: None, lambda _, args, kwargs: [*args, *kwargs.values()])
+        if others := [each for each in pytree.tree_leaves(plain) if not isinstance(each, FIXED)]:
+            raise CaptureError(
+                f"forward returns a {type(others[0]).__name__}, which a graph does not keep; return its tensors"
+                " (transformers: use_cache=False)"
+            )
         return tuple(slots)
 
 
