@@ -134,11 +134,11 @@ def export_onnx(
 
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations, dynamic: Axes) -> "ModelProto":
     evaluated = evaluation_copy(model)
-    drop_defaults(evaluated)
+    inputs = drop_defaults(evaluated, example_inputs)
     rewrite_for_runtime(evaluated, operations)
     frozen = frozen_for("export_onnx", evaluated, operations)
     try:
-        program = export_program(frozen, example_inputs, operations.opset, dynamic)
+        program = export_program(frozen, inputs, operations.opset, dynamic)
     except Exception as error:  # torch.onnx has its own types
         raise why_not_exported(model, example_inputs, error) from error
     exported, proto = program.exported_program, program.model_proto

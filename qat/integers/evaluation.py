@@ -10,6 +10,7 @@ from qat.graph.in_place import drop_unread, written_by
 from qat.graph.modes import evaluation_only
 from qat.graph.nodes import constant_nodes, submodule_of
 from qat.graph.sizes import expect_default
+from qat.inputs import Inputs, bind_inputs
 from qat.integers.movement import asks_for_shape, rests
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
@@ -46,16 +47,25 @@ def _quantizers(model: fx.GraphModule) -> set[str]:
     return named & {str(node.target) for node in model.graph.nodes}
 
 
-def drop_defaults(evaluated: nn.Module) -> None:
-    """Remove arguments that are always left out; the others are a file's inputs."""
+def drop_defaults(evaluated: nn.Module, example_inputs: Inputs) -> Inputs:
+    """Remove arguments that always have one value; return the inputs of a file, which are the others.
+
+    Raises:
+        ValueError: if an example has another value for such an argument.
+    """
     if not isinstance(evaluated, fx.GraphModule):
-        return
+        return example_inputs
+    bound = bind_inputs("export_onnx", evaluated, example_inputs)
     for node in evaluated.graph.find_nodes(op="placeholder"):
         if node.args and all(user.target is expect_default for user in node.users):
+            given = bound.pop(str(node.target), node.args[0])
             for user in list(node.users):
+                expect_default(given, *user.args[1:])
                 evaluated.graph.erase_node(user)
             evaluated.graph.erase_node(node)
     evaluated.recompile()
+    by_position = any(str(node.target).startswith("*") for node in evaluated.graph.find_nodes(op="placeholder"))
+    return example_inputs if by_position else bound
 
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
