@@ -50,8 +50,8 @@ def add_run(parser: argparse.ArgumentParser, overrides: bool = False) -> None:
     parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
     builder = "builds the float model, for runs of a model of your own"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:CALLABLE", help=builder)
-    own = "registers rules or targets, for runs with imports; found from the current folder; may be repeated"
-    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=own)
+    own = "MODULE registers rules or targets, for runs with imports; MODULE:CALLABLE is the run's data.name; repeatable"
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="CODE", help=own)
     if overrides:
         text = "changes of the run's config: data.root=..."
         parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
