@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.cli.runtimes import RUNTIMES, TFLITE, notes_of, open_file
+from qat.text import unprintable
 from qat.training.config.file import load_config
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.data.images import InputTransform
@@ -135,7 +136,9 @@ class Run:
 
     @cached_property
     def classes(self) -> list[str]:
-        return list(self.about["classes"])
+        if wrong := unprintable(classes := list(self.about["classes"])):
+            raise UserError(f"RUN: '{self.path}': the class {wrong}")
+        return classes
 
     @cached_property
     def transform(self) -> InputTransform:

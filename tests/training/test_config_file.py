@@ -92,6 +92,14 @@ def test_a_file_that_is_not_text() -> None:
     assert user_error(load_config, "r18.yaml").startswith("r18.yaml: is not UTF-8 text")
 
 
+@pytest.mark.parametrize("escaped", [r"\0", r"\e[31m", r"\uD800", r"\x9b"])
+@pytest.mark.parametrize("text", ['name: "a{}b"', '"a{}b": 1', 'run_dir: "a{}b"', 'imports: ["a{}b"]'])
+def test_text_that_is_no_name(text: str, escaped: str) -> None:
+    shown = escaped.replace(r"\0", r"\x00").replace(r"\e", r"\x1b").lower()
+    what = f"line 1: 'a{shown}b' has control characters, or is not UTF-8; write it as plain text"
+    assert problems(text.format(escaped)) == [f"r18.yaml: {what}"]
+
+
 # What is read
 
 
