@@ -201,10 +201,8 @@ def warn_of_young_norms(model: nn.Module) -> None:
         logging.getLogger("qat").warning(
             "calibrate: %d BatchNorms have seen too few batches, or none, and their statistics are not the data's (%s);"
             " steps behind these ranges may diverge; train the float model longer, or call"
-            " qat.reestimate_batch_norm(model, batches)",
-            len(names),
-            some(names),
-        )
+            " qat.reestimate_batch_norm(model, batches)", len(names), some(names),
+        )  # fmt: skip
 
 
 def copied_statistics(model: nn.Module) -> list[Tensor]:

@@ -96,9 +96,9 @@ def printable(text: str) -> str:
 
 
 def unprintable(names: Iterable[str]) -> str:
-    """Return the end of a sentence about the first name that is no plain text, or ""."""
-    wrong = [name for name in names if printable(name) != name]
-    return f"{wrong[0]!r} has control characters, or is not UTF-8; write it as plain text" if wrong else ""
+    """Return the end of a sentence about the first name that is not `printable`, or ""."""
+    what = "has control characters, or is not UTF-8; write it as plain text"
+    return next((f"{name!r} {what}" for name in names if printable(name) != name), "")
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from contextlib import nullcontext
 
 import qat
 from qat.cli import benchmark, bits, compare, evaluate, export, lint, predict, report, sensitivity, train, verify
@@ -28,10 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
     def run() -> int:
-        if given.run is train.run:  # its config is the user's
-            return int(given.run(given))
         named = getattr(given, "imports", [])
-        with only_code({*named, getattr(given, "model", None) or ""}):
+        with nullcontext() if given.run is train.run else only_code({*named, getattr(given, "model", None) or ""}):
             import_extensions(named, "--import")
             return int(given.run(given))
 

@@ -182,11 +182,10 @@ def goes_on(config: RunConfig) -> bool:
     """Return True if a run with this config has a last.pt to go on from; refuse a folder that it cannot have."""
     if config.run_dir is None and (config.name in ("", "..") or Path(config.name).name != config.name):
         raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
-    given = None if config.run_dir is None else Path(os.path.expanduser(config.run_dir))
+    given = config.run_dir and Path(os.path.expanduser(config.run_dir))
     if config.resume != "auto":
-        with suppress(OSError):  # which `open_run_folder` says
-            if given is not None:
-                _checkpoint(given, config)
+        if given and given.is_dir() and os.access(given, os.R_OK):
+            _checkpoint(given, config)
         return False
     path = given or _newest_run(_numbered_folders(config.name))
     # Without permission, os.path.isfile is False where Path.is_file raises.
