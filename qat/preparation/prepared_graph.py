@@ -15,7 +15,7 @@ from qat.graph.nodes import Written, read, written
 from qat.graph.sizes import expect_default
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
-from qat.torch_internals import GRAPH_CONSTANT, children_of, hooks_of, pytree, unsaved_buffers_of
+from qat.torch_internals import GRAPH_CONSTANT, children_of, hooks_of, pytree, unsaved_buffers_of, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -166,7 +166,7 @@ class PreparedGraph(Block, fx.GraphModule):
         cls = type(self)
         held = [each for each in self.parameters() if type(each) is nn.Parameter and each.numel() and not each.is_meta]
         firsts = [float(each.detach().flatten()[0]) for each in held]  # some optimizers leave no new version
-        versions = {id(each.grad): each.grad._version for each in held if each.grad is not None}
+        versions = {id(each.grad): version_of(each.grad) for each in held if each.grad is not None}
         if mode:
             cls._begun_with = firsts, versions
         elif cls._begun_with and cls._begun_with[0] == firsts and versions.items() - cls._begun_with[1].items():
