@@ -1,6 +1,7 @@
 """Running statistics of BatchNorm: estimated anew, frozen, or of all ranks."""
 
 import logging
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -66,6 +67,9 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
             norm.momentum = momentum
         reshard(model)  # an optimizer may be created next
     unreached = [each for each in before if not int(each[0].num_batches_tracked)]
+    for norm in norms:  # they are no longer young, whatever the number of batches
+        if int(norm.num_batches_tracked) and norm.momentum and norm.momentum < 1:
+            norm.num_batches_tracked.clamp_(min=math.ceil(math.log(YOUNG) / math.log(1 - norm.momentum)))
     for norm, _, statistics in unreached:  # such as auxiliary classifiers, which only run in training
         restore_statistics(norm, statistics)
     return len(norms) - len(unreached)
@@ -178,17 +182,27 @@ def batch_norms(model: nn.Module, frozen: bool = False) -> list[Any]:
     return [each for each in norms if ("train" in vars(each)) == frozen]
 
 
-def warn_of_new_norms(model: nn.Module) -> None:
-    """Warn of BatchNorms without a batch: ranges behind them fit no later step."""
-    # Recognized by their statistics, since a checkpoint may come without the count of batches.
-    new = {each for each in batch_norms(model) if not each.running_mean.any() and bool((each.running_var == 1).all())}
-    if names := [name for name, each in model.named_modules() if each in new]:
+YOUNG = 0.01  # share of its first value in a running statistic, above which it says little of the data
+
+
+def is_young(norm: Any) -> bool:
+    """Return True if running statistics are mostly those that the BatchNorm began with: mean 0, variance 1."""
+    count, momentum = int(norm.num_batches_tracked), norm.momentum
+    share = (1 - momentum) ** count if momentum is not None else float(count == 0)
+    # A checkpoint may come without the count; its variances then are others.
+    untouched = bool((norm.running_var >= 0.999 * share).all()) and (count > 0 or not norm.running_mean.any())
+    return share > YOUNG and untouched
+
+
+def warn_of_young_norms(model: nn.Module) -> None:
+    """Warn of BatchNorms with too few batches: ranges behind them fit no later step."""
+    young = {each for each in batch_norms(model) if is_young(each)}
+    if names := [name for name, each in model.named_modules() if each in young]:
         logging.getLogger("qat").warning(
-            "calibrate: %d BatchNorms have seen no batch and pass their input as it is (%s); train the float model"
-            " first, or call qat.reestimate_batch_norm(model, batches)",
-            len(names),
-            some(names),
-        )
+            "calibrate: %d BatchNorms have seen too few batches, or none, and their statistics are not the data's (%s);"
+            " steps behind these ranges may diverge; train the float model longer, or call"
+            " qat.reestimate_batch_norm(model, batches)", len(names), some(names),
+        )  # fmt: skip
 
 
 def copied_statistics(model: nn.Module) -> list[Tensor]:

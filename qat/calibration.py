@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qat.analysis.statistics import warn_of_losses
-from qat.batch_norm import warn_of_new_norms
+from qat.batch_norm import warn_of_young_norms
 from qat.collectives import of_all_ranks, rank, reshard, take_from_first, this_rank_alone
 from qat.contexts import evaluating, first_calls, in_full_precision
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
@@ -102,7 +102,7 @@ def calibrate(
     open_weights = [each for each in layers if not (only_missing and each[1].weight_quantizer.is_calibrated)]
     if not quantizers and not layers:
         raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
-    warn_of_new_norms(model)
+    warn_of_young_norms(model)
     with _unchanged_on_error(model, bool(steps)), first_calls(traced_parts(model).values()) as calls:
         _take(model, given, [step for step in steps if step.before_ranges])
         with evaluating(model):  # weights first, since activations are observed behind quantized weights

@@ -1,5 +1,6 @@
 """Text for a reader: tables, errors in a line, similar names, wrong types."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -80,6 +81,24 @@ def unknown_name(given: Iterable[object], known: Iterable[str], kind: str = "key
         return ""
     hint = did_you_mean(str(wrong), known) or f"valid: {', '.join(known)}"
     return f"unknown {kind} {wrong!r}; {hint}"
+
+
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")  # of a terminal; surrogates are no UTF-8
+
+
+def printable(text: str) -> str:
+    r"""Return text from outside with what steers a terminal, and what is no UTF-8, escaped.
+
+    >>> printable("caf\xe9"), printable("caf\udce9"), printable("\x1b[31mred\x00")
+    ('café', 'caf\\udce9', '\\x1b[31mred\\x00')
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def unprintable(names: Iterable[str]) -> str:
+    """Return the end of a sentence about the first name that is not `printable`, or ""."""
+    what = "has control characters, or is not UTF-8; write it as plain text"
+    return next((f"{name!r} {what}" for name in names if printable(name) != name), "")
 
 
 def first_line(error: BaseException) -> str:

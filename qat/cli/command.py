@@ -2,10 +2,11 @@
 
 import argparse
 import logging
+from contextlib import nullcontext
 
 import qat
 from qat.cli import benchmark, bits, compare, evaluate, export, lint, predict, report, sensitivity, train, verify
-from qat.training.config.imports import import_extensions
+from qat.training.config.imports import import_extensions, only_code
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
@@ -28,8 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
     def run() -> int:
-        import_extensions(getattr(given, "imports", []), "--import")
-        return int(given.run(given))
+        named = getattr(given, "imports", [])
+        with nullcontext() if given.run is train.run else only_code({*named, getattr(given, "model", None) or ""}):
+            import_extensions(named, "--import")
+            return int(given.run(given))
 
     return exit_status(run, way_on=given.way_on)
 

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 import qat
 from qat.cli.runtimes import RUNTIMES, TFLITE, notes_of, open_file
+from qat.text import printable
 from qat.training.config.file import load_config
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
 from qat.training.data.transforms import ToInput
-from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
+from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.model import build_model, load_weights, prepare_model
 from qat.training.run.checkpoint import preprocessing_of
 from qat.training.run.folder import (
@@ -48,10 +49,10 @@ HINT = "or a model.onnx or model.tflite"
 def add_run(parser: argparse.ArgumentParser, overrides: bool = False) -> None:
     """Add RUN, the code of the user that it needs, and changes of its config."""
     parser.add_argument("run_path", metavar="RUN", help=f"a run folder of train.py, {HINT} where that is enough")
-    builder = "builds the float model, for runs of a model of your own"
+    builder = "builds the float model, in place of model.name"
     parser.add_argument("--model", metavar="PACKAGE.MODULE:CALLABLE", help=builder)
-    own = "registers rules or targets, for runs with imports; found from the current folder; may be repeated"
-    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE", help=own)
+    own = "MODULE registers rules or targets, for runs with imports; MODULE:CALLABLE is its model.name or data.name"
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="CODE", help=own)
     if overrides:
         text = "changes of the run's config: data.root=..."
         parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
@@ -135,7 +136,7 @@ class Run:
 
     @cached_property
     def classes(self) -> list[str]:
-        return list(self.about["classes"])
+        return list(map(printable, self.about["classes"]))
 
     @cached_property
     def transform(self) -> InputTransform:
@@ -207,16 +208,9 @@ class Run:
 
     def _build(self) -> nn.Module:
         config = self.config.model
-        if ":" not in config.name:
-            return build_model(config, len(self.classes), with_weights=False)
-        if self.builder is None:
-            raise UserError(
-                f"RUN: '{self.path}' is of a model of your own, {config.name!r}, and no code is imported because a file"
-                f" names it; add --model {config.name}"
-            )
-        own = config.model_copy(update={"name": self.builder})
-        with problems_of("--model"):
-            return build_model(own, len(self.classes), with_weights=False)
+        if ":" in config.name and self.builder is not None:
+            config = config.model_copy(update={"name": self.builder})
+        return build_model(config, len(self.classes), with_weights=False)
 
 
 def open_run(path: str, builder: str | None = None) -> Run:

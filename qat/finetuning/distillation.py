@@ -23,15 +23,18 @@ class Distillation:
 
     With z the student's logits of a batch, t the teacher's of the same images, and T the temperature:
 
-        loss = weight * T^2 * mean over the batch of KL(softmax(t / T) || softmax(z / T))
+        loss = weight * T^2 * mean over the batch and all positions of KL(softmax(t / T) || softmax(z / T))
                + sum over features of weight_f * mean((s_f - t_f)^2) / mean(t_f^2)
 
     with s_f and t_f the outputs of a module of both models (arXiv:1412.6550). Its gradient by z is
-    weight * T * (softmax(z / T) - softmax(t / T)) / batch. LSQ adds it to the cross-entropy of the labels, one to one,
-    with T = 1 (arXiv:1902.08153, section 3.6). A higher temperature says more about wrong classes, and costs much at
-    few bits: ResNet-20 W3A8 80.9 % with T = 5, 91.4 % with T = 1. It costs one forward of the teacher in every step,
-    about a third of a float step if that is the float model itself. Under torch.distributed the batch is the rank's,
-    and averaged gradients are those of the global batch; mean(t_f^2) stays the rank's own.
+    weight * T * (softmax(z / T) - softmax(t / T)) / number of answers. Logits are (N, C), or (N, C, d1, ...) with an
+    answer for each position, as in `F.cross_entropy`; for (N, d1, ..., C), such as tokens, class_dim is -1.
+
+    LSQ adds it to the cross-entropy of the labels, one to one, with T = 1 (arXiv:1902.08153, section 3.6). A higher
+    temperature says more about wrong classes, and costs much at few bits: ResNet-20 W3A8 80.9 % with T = 5, 91.4 % with
+    T = 1. It costs one forward of the teacher in every step, about a third of a float step if that is the float model
+    itself. Under torch.distributed the batch is the rank's, and averaged gradients are those of the global batch;
+    mean(t_f^2) stays the rank's own.
 
     Args:
         teacher: a float model that returns logits, on the device of the images; it is used in eval mode, without
@@ -42,6 +45,7 @@ class Distillation:
             processor has bfloat16 it halves the teacher's cost.
         features: names of modules that both models have, whose outputs are of the same shape, with their weights.
             The student then is `watching(model)`, which returns these outputs too.
+        class_dim: dimension of the logits along which the classes lie.
 
     >>> teacher, student, images = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(8, 4)
     >>> distillation = Distillation(teacher)
@@ -59,6 +63,7 @@ class Distillation:
         weight: float = 1.0,
         amp: torch.dtype | None = None,
         features: Mapping[str, float] | None = None,
+        class_dim: int = 1,
     ) -> None:
         expect_model(Distillation, teacher, locals())
         if not temperature > 0:
@@ -66,7 +71,7 @@ class Distillation:
         for share in (weight, *(features or {}).values()):
             if not share >= 0:
                 raise ValueError(f"Distillation: weight must be at least 0, got {share!r}")
-        self.features = dict(features or {})
+        self.features, self.class_dim = dict(features or {}), class_dim
         self._asked = _watched(teacher, list(self.features))
         self.teacher, self.temperature, self.weight, self.amp = teacher, temperature, weight, amp
 
@@ -87,6 +92,8 @@ class Distillation:
                     f"Distillation: {name}: the teacher's are {tuple(answer.shape)}, the student's"
                     f" {tuple(student[name].shape)}; both need the same shape"
                 )
+        if not -answers[LOGITS].dim() <= self.class_dim < answers[LOGITS].dim():
+            raise ValueError(f"Distillation: logits {tuple(answers[LOGITS].shape)} have no class_dim {self.class_dim}")
         loss = self.weight * self._divergence(student[LOGITS], answers[LOGITS])
         for name, weight in self.features.items():
             found, wanted = (each[name].to(loss.dtype) for each in (student, answers))
@@ -95,8 +102,9 @@ class Distillation:
 
     def _divergence(self, logits: Tensor, answers: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)  # half precision loses small probabilities
-        student, teacher = (F.log_softmax(z.to(wide) / self.temperature, dim=-1) for z in (logits, answers))
-        return self.temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+        student, teacher = (F.log_softmax(z.to(wide) / self.temperature, self.class_dim) for z in (logits, answers))
+        divergence = F.kl_div(student, teacher, log_target=True, reduction="none").sum(self.class_dim)
+        return self.temperature**2 * divergence.mean()
 
     @torch.no_grad()
     def answers(self, images: Tensor) -> dict[str, Tensor]:

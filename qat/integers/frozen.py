@@ -164,10 +164,13 @@ class FrozenLayer(nn.Module):
     ) -> None:
         super().__init__()
         lowest, highest = integers.codes.min().item(), integers.codes.max().item()
-        if not (lowest >= -128 and highest <= 127 and integers.bias_codes.isfinite().all()):
+        for what, found in (("weight", integers.codes), ("bias", integers.bias_codes)):
+            if not found.isfinite().all():
+                raise FreezingError(f"{name!r}: its {what}, BatchNorm folded in, holds NaN or infinity")
+        if lowest < -128 or highest > 127:
             raise FreezingError(
-                f"the integers of a {type(layer).__name__} range from {lowest:g} to {highest:g}, outside int8"
-                " (NaN weights? a grid that is unsigned or not narrow_range=True?)"
+                f"{name!r}: the integers of its weight range from {lowest:g} to {highest:g}, outside int8 (a grid that"
+                " is unsigned or not narrow_range=True?)"
             )
         self.layer_name = name
         self.input_qparams = [stored_qparams(quantizer) for quantizer in quantizers]

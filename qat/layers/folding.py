@@ -34,8 +34,9 @@ def fold_weight(
 
     With gain = norm.weight / sqrt(norm.running_var + eps) (1 without a norm), per output channel:
     codes * sign(gain), scale * |gain|, and bias_codes = round(((bias - running_mean) * gain + norm.bias) /
-    (input_scale * scale * |gain|)). If gain is 0 or a channel's codes are all 0, the codes are 0 and the scale is
-    chosen so that the bias alone is exact. If the bias would leave int32, the scale grows and the codes shrink.
+    (input_scale * scale * |gain|)). If that unit is no normal float32 or a channel's codes are all 0, the codes are 0
+    and the scale is chosen so that the bias alone is exact. If the bias would leave int32, the scale grows and the
+    codes shrink.
 
     The codes are integers as floats, output channels first; scale is their step, of shape () or one per output channel
     (any number of trailing axes of length 1); input_scale is the step of the input's grid, of shape (). The result is
@@ -55,7 +56,8 @@ def fold_weight(
         # A negative gain turns the codes around: the scale has to stay positive.
         codes = codes * torch.sign(gain).reshape(column)
         step = step * gain.abs()
-    dead = (step == 0) | (codes.reshape(channels, -1) == 0).all(1)  # channels whose output is the bias alone
+    no_unit = input_scale * step < torch.finfo(torch.float32).tiny  # as where the gain is 0
+    dead = no_unit | (codes.reshape(channels, -1) == 0).all(1)  # channels whose output is the bias alone
     free = shift.abs().clamp(min=torch.finfo(torch.float32).tiny * DEAD_BIAS_CODE) / (input_scale * DEAD_BIAS_CODE)
     step = torch.where(dead, free, step)
     codes = torch.where(dead.reshape(column), 0, codes)

@@ -15,7 +15,7 @@ from qat.graph.nodes import Written, read, written
 from qat.graph.sizes import expect_default
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
-from qat.torch_internals import GRAPH_CONSTANT, children_of, hooks_of, pytree, unsaved_buffers_of
+from qat.torch_internals import GRAPH_CONSTANT, children_of, hooks_of, pytree, unsaved_buffers_of, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,7 +94,8 @@ class PreparedGraph(Block, fx.GraphModule):
 
     _snapshot: ClassVar[ModuleSnapshot | None] = None
     _generated: ClassVar[Forward]
-    _begun_with: ClassVar[list[float] | None] = None  # the first value of each parameter when training began
+    # When training began, the first value of each parameter, and the versions of gradients that were there already.
+    _begun_with: ClassVar[tuple[list[float], dict[int, int]] | None] = None
 
     def recompile(self) -> Any:
         """Generate forward from the graph again."""
@@ -165,9 +166,10 @@ class PreparedGraph(Block, fx.GraphModule):
         cls = type(self)
         held = [each for each in self.parameters() if type(each) is nn.Parameter and each.numel() and not each.is_meta]
         firsts = [float(each.detach().flatten()[0]) for each in held]  # some optimizers leave no new version
+        versions = {id(each.grad): version_of(each.grad) for each in held if each.grad is not None}
         if mode:
-            cls._begun_with = firsts
-        elif cls._begun_with == firsts and any(each.grad is not None for each in held):
+            cls._begun_with = firsts, versions
+        elif cls._begun_with and cls._begun_with[0] == firsts and versions.items() - cls._begun_with[1].items():
             cls._begun_with = None
             log.warning(
                 "%s was given gradients in training, and no parameter has changed: an optimizer that was made before"

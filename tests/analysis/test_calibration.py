@@ -271,15 +271,23 @@ def test_a_rank_without_batches_does_not_leave_the_other_waiting(two_ranks):
     assert first.startswith(("scale ", "ValueError: calibrate: "))
 
 
-def test_batch_norms_that_have_seen_no_batch_are_named_with_the_cure(caplog):
-    """Points 24 and 50: they pass their input as it is, and behind them ranges of 1e-13 and gradients of 1e7 follow."""
+def test_batch_norms_that_have_seen_too_few_batches_are_named_with_the_cure(caplog):
+    """Points 24, 50 and 92: behind them ranges of 1e-13 follow, gradients of 1e7, and NaN."""
     model = qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), None, torch.randn(2, 3, 4, 4))
-    x = torch.randn(8, 3, 4, 4)
-    for seen in (False, True):
+    x, norm = torch.randn(8, 3, 4, 4), model.get_submodule("1")
+    for batches in (0, 4, 43, 44, 0):
+        norm.reset_running_stats()
+        for _ in range(batches):
+            model.train()(x)
         caplog.clear()
         qat.calibrate(model, [x])
-        said = [each for each in caplog.messages if "1 BatchNorms have seen no batch" in each]
-        assert len(said) == (not seen)
-        if not seen:
-            assert "(1)" in said[0] and "qat.reestimate_batch_norm(model, batches)" in said[0]
-            qat.reestimate_batch_norm(model, [x])
+        said = (
+            "calibrate: 1 BatchNorms have seen too few batches, or none, and their statistics are not the data's (1);"
+            " steps behind these ranges may diverge; train the float model longer, or call"
+            " qat.reestimate_batch_norm(model, batches)"
+        )
+        assert (said in caplog.messages) == (batches < 44)
+    assert qat.reestimate_batch_norm(model, [x + 9]) == 1
+    caplog.clear()
+    qat.calibrate(model, [x])
+    assert not any("BatchNorms" in each for each in caplog.messages)

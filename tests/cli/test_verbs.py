@@ -67,15 +67,6 @@ def test_a_mistake_is_one_sentence(arguments: list[str], said: str, verb: Verb) 
     assert err.startswith(said) and len(err.splitlines()) == 1 and "Traceback" not in err and "resume" not in err
 
 
-def test_a_model_of_ones_own_is_built_only_if_the_user_names_it(own: Path, verb: Verb) -> None:
-    status, _, err = verb("evaluate", "runs/own", place=own)
-    assert status == 2 and err.endswith("add --model tinymodels:tiny\n")
-    status, _, err = verb("evaluate", "runs/own", "--model", "tinymodels:tinny", place=own)
-    assert (status, err) == (2, "--model: model.name: 'tinymodels' has no 'tinny'; did you mean 'tiny'?\n")
-    status, out, err = verb("evaluate", "runs/own", "--model", "tinymodels:tiny", place=own)
-    assert status == 0 and "onnxruntime" in out, err
-
-
 OWN_RULE = """
 import qat
 from qat.functional import fake_quantize

@@ -1,6 +1,7 @@
 """Data sets by name, their preprocessing, and batches that depend only on the seed and the epoch."""
 
 import hashlib
+import itertools
 import os
 import pickle
 import re
@@ -18,9 +19,11 @@ from torchvision.transforms import v2
 
 from qat.training.config.schema import DATASETS, AugmentConfig, DataConfig
 from qat.training.data import datasets, transforms
+from qat.training.data.boxes import read_yolo
 from qat.training.data.datasets import build_dataset, read_digits
 from qat.training.data.images import Dataset, ImageArray, ImageFiles
 from qat.training.data.loaders import Data, load_data
+from qat.training.data.masks import read_mask_folder
 from qat.training.data.transforms import cropped, pixels_of, resized
 from qat.training.errors import UserError
 from tests.runs.tiny_training import CPU, user_error
@@ -74,6 +77,23 @@ def folder(tmp_path: Path) -> Path:
     write_folder(tmp_path, "train", cat=3, dog=2)
     write_folder(tmp_path, "val", cat=1, dog=2)
     return tmp_path
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", b"\x1b[31m"])
+def test_names_of_classes_are_plain_text(folder: Path, name: bytes) -> None:
+    for split in ("train", "val"):
+        (folder / split / "cat").rename(folder / split / os.fsdecode(name))
+    said = f"the class {os.fsdecode(name)!r} has control characters, or is not UTF-8; write it as plain text"
+    assert refusal(name="imagefolder", root=str(folder)) == f"data: {said}"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    for split, kind in itertools.product(("train", "val"), ("images", "masks", "labels")):
+        (tmp_path / split / kind).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / split / kind / "a.png")
+        (tmp_path / split / kind / "a.txt").write_text("0 .5 .5 .2 .2", "utf-8-sig")
+    (tmp_path / "classes.txt").write_text("cat\ndog", "utf-8-sig")
+    assert read_mask_folder(tmp_path)[1] == ["cat", "dog"] == read_yolo(tmp_path)[1][1:]
 
 
 def test_digits_are_the_published_ones() -> None:

@@ -25,24 +25,32 @@ class Answers(nn.Module):
         return self.logits[: len(images)]
 
 
-def softmax(z: np.ndarray) -> np.ndarray:
-    e = np.exp(z - z.max(1, keepdims=True))
-    return np.asarray(e / e.sum(1, keepdims=True))
+def softmax(z: np.ndarray, dim: int) -> np.ndarray:
+    e = np.exp(z - z.max(dim, keepdims=True))
+    return np.asarray(e / e.sum(dim, keepdims=True))
 
 
+@pytest.mark.parametrize(("shape", "dim"), [
+    ((6, 4), 1), ((6, 4, 5), 1), ((6, 5, 4), -1), ((6, 5, 4), 2), ((6, 4, 2, 3), 1), ((6, 2, 3, 4), -1),
+    ((6, 4, 2, 2, 2), 1),
+])  # fmt: skip
 @pytest.mark.parametrize(("temperature", "weight"), [(1.0, 1.0), (5.0, 0.3)])
-def test_loss_and_gradient_are_those_of_the_formula(temperature: float, weight: float) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(
+    temperature: float, weight: float, shape: tuple[int, ...], dim: int
+) -> None:
     generator = np.random.default_rng(0)
-    z, t = generator.normal(size=(2, 6, 4)) * 3
-    p, q = softmax(t / temperature), softmax(z / temperature)
-    expected = weight * temperature**2 * (p * (np.log(p) - np.log(q))).sum() / len(z)
+    z, t = generator.normal(size=(2, *shape)) * 3
+    p, q = softmax(t / temperature, dim), softmax(z / temperature, dim)
+    answers = z.size // shape[dim]
+    expected = weight * temperature**2 * (p * (np.log(p) - np.log(q))).sum() / answers
     logits = torch.tensor(z, requires_grad=True)
     teacher = Answers(torch.tensor(t))
-    loss = Distillation(teacher, temperature=temperature, weight=weight)(logits, torch.zeros(6, 1))
+    given = {} if dim == 1 else {"class_dim": dim}
+    loss = Distillation(teacher, temperature=temperature, weight=weight, **given)(logits, torch.zeros(6, 1))
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     loss.backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
-    np.testing.assert_allclose(logits.grad.numpy(), weight * temperature * (q - p) / len(z), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(logits.grad.numpy(), weight * temperature * (q - p) / answers, rtol=1e-9, atol=1e-12)
     assert teacher.logits.grad is None and teacher.modes == [False] and teacher.training
 
 
@@ -55,6 +63,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         Distillation(nn.Identity(), weight=-1)
     with pytest.raises(ValueError, match=r"logits: the teacher's are \(4, 3\), the student's \(4, 2\); both need"):
         Distillation(Answers(torch.zeros(4, 3)))(torch.zeros(4, 2), torch.zeros(4, 1))
+    with pytest.raises(ValueError, match=r"Distillation: logits \(4,\) have no class_dim 1"):
+        Distillation(Answers(torch.zeros(4)))(torch.zeros(4), torch.zeros(4, 1))
 
 
 def block() -> nn.Sequential:

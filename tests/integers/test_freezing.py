@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import qat
 from qat import integers
 from qat.integers.evaluation import evaluation_copy
 from qat.integers.freezing import freeze, frozen_grids
@@ -57,6 +58,25 @@ def test_torch_computes_the_model_from_its_integers() -> None:
             parameter.fill_(torch.nan)  # no value comes from a float weight or a learned scale
         torch.testing.assert_close(frozen(x), model(x), rtol=1e-5, atol=1e-5)
     assert {"words_quantizer", "mix_quantizer", "lstm.product_ih_l0.input_quantizer"} <= set(frozen_grids(frozen))
+
+
+def test_values_that_vanish_give_no_nan_and_a_nan_names_its_layer() -> None:
+    """Point 95: the product of two scales was 0, and so a bias was 0 / 0."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
+    for small in (1e-8, 1e-20, 1e-33, 1e-40):
+        nn.init.constant_(net[0].weight, small)
+        nn.init.constant_(net[0].bias, small)
+        model, x = qat.prepare(net, example_inputs=torch.ones(2, 3, 9, 9)), torch.rand(2, 3, 9, 9)
+        qat.calibrate(model, [x])
+        with torch.no_grad():
+            found = model.eval()(x)
+            torch.testing.assert_close(found, net(x), rtol=0.05, atol=1e-3)
+            torch.testing.assert_close(qat.convert(model)(x), found, rtol=1e-5, atol=1e-7)
+    folded = quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), {"input": torch.rand(2, 3, 9, 9)})
+    folded.get_submodule("1").running_var.fill_(-1)
+    with pytest.raises(ValueError, match=r"^convert: '0': its bias, BatchNorm folded in, holds NaN or infinity$"):
+        qat.convert(folded)
 
 
 def test_calls_that_no_result_reads_have_no_grid() -> None:

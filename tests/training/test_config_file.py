@@ -9,8 +9,9 @@ from torch import nn
 
 from qat.recipe import QuantRecipe
 from qat.targets import PROFILES
+from qat.training import script
 from qat.training.config.file import dump_config, load_config
-from qat.training.config.schema import RunConfig
+from qat.training.config.schema import WITHOUT_FILES, RunConfig
 from qat.training.model import build_recipe
 from qat.training.script import CONFIGS
 from tests.runs.tiny_training import user_error
@@ -44,6 +45,22 @@ def test_a_shipped_config_is_a_recipe_and_survives_a_round_trip_through_yaml(nam
     assert (recipe.weight.bits, recipe.activation.bits) == (grids.weight.bits, grids.activation.bits)
 
 
+SMALL = "data.batch_size=4 data.eval_batch_size=4"
+FAKE = "data.name=fake data.root=null data.download=false data.image_size=32 data.resize_size=null model.weights=null"
+NEVER_SLOW = ("digits_detection_w4a4.yaml", "digits_segmentation_w4a4.yaml")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(each, marks=[] if each in NEVER_SLOW else pytest.mark.slow) for each in SHIPPED
+])  # fmt: skip
+def test_a_dry_run_of_a_shipped_config_says_how_long_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    there = load_config(name, config_folder=CONFIGS).data.name in WITHOUT_FILES
+    status = script.main([name, "--dry-run", *SMALL.split(), *([] if there else FAKE.split())])
+    said = capsys.readouterr()
+    assert (status, said.err) == (0, "") and "\nqat: " in said.out
+    assert said.out.endswith(" min in all; calibration, export and proof besides\n")
+
+
 # Which file
 
 
@@ -73,6 +90,14 @@ def test_no_such_file(folder: Path, path: str, facts: tuple[str, ...]) -> None:
 def test_a_file_that_is_not_text() -> None:
     Path("r18.yaml").write_bytes(b"seed: \xff")
     assert user_error(load_config, "r18.yaml").startswith("r18.yaml: is not UTF-8 text")
+
+
+@pytest.mark.parametrize("escaped", [r"\0", r"\e[31m", r"\uD800", r"\x9b"])
+@pytest.mark.parametrize("text", ['name: "a{}b"', '"a{}b": 1', 'run_dir: "a{}b"', 'imports: ["a{}b"]'])
+def test_text_that_is_no_name(text: str, escaped: str) -> None:
+    shown = escaped.replace(r"\0", r"\x00").replace(r"\e", r"\x1b").lower()
+    what = f"line 1: 'a{shown}b' has control characters, or is not UTF-8; write it as plain text"
+    assert problems(text.format(escaped)) == [f"r18.yaml: {what}"]
 
 
 # What is read

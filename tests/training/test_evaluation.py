@@ -152,6 +152,7 @@ def test_new_statistics_have_to_be_clearly_better(
     losses = iter((before, after))
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: evaluation.Evaluation(0, next(losses), 1, 0))
     run = settling(tmp_path)
+    run.model.bn.running_var.mul_(0.5)  # not those that it began with
     assert bool(settle_statistics(run, 1)) is kept
 
 
@@ -170,6 +171,7 @@ def test_where_nothing_is_estimated(case: str, tmp_path: Path) -> None:
 
 def test_batches_of_one_image_are_left_out(tmp_path: Path) -> None:
     run = settling(tmp_path, batches=TinyBatches(23), bn_reestimate="always")
+    run.model.bn.momentum = None  # else the count is one of settled statistics
     settle_statistics(run, 1)
     assert int(run.model.bn.num_batches_tracked) == 1
 
@@ -194,7 +196,10 @@ def test_the_statistics_are_of_training_batches_as_steps_get_them(mixed: bool, t
     torch.testing.assert_close(run.model.bn.running_var, expected.bn.running_var, rtol=1e-5, atol=0)
 
 
-def test_without_training_only_always_touches_the_statistics(tmp_path: Path, capsys: Any) -> None:
-    for choice in ("auto", "always"):
-        train(settling(tmp_path, epochs=0, bn_reestimate=choice))
-        assert ("qat: statistics of 1 BatchNorms" in capsys.readouterr().out) is (choice == "always")
+def test_without_training_only_always_touches_statistics_that_are_not_young(tmp_path: Path, capsys: Any) -> None:
+    for choice, young in (("auto", False), ("always", False), ("auto", True), ("never", True)):
+        run = settling(tmp_path, epochs=0, bn_reestimate=choice)
+        run.model.bn.running_var.mul_(1.0 if young else 0.5)
+        train(run)
+        said = "qat: statistics of 1 BatchNorms" in capsys.readouterr().out
+        assert said is (choice == "always" or (choice == "auto" and young))

@@ -25,6 +25,7 @@ def raises(error: BaseException | None) -> Callable[[], int]:
 
 @pytest.mark.parametrize(("error", "status", "beginning"), [
     (UserError("one", "two"), 2, "one\ntwo"),
+    (UserError("'\x1b[31m\udce9' is ü"), 2, r"'\x1b[31m\udce9' is ü"),
     (KeyboardInterrupt(), 130, f"interrupted; {RESUME}"),
     (OSError(28, "No space left on device", "/x/y"), 2, "/x/y: cannot be read or written (No space left on"),
     (OSError(5, "Input/output error"), 2, "cannot be read or written (Input/output error)"),

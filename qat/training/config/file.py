@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from qat.quantizer.training import LOW_BITS
-from qat.text import did_you_mean, first_line
+from qat.text import did_you_mean, first_line, unprintable
 from qat.training.config.schema import OverrideConfig, RunConfig
 from qat.training.config.stages import Section
 from qat.training.errors import UserError, problems_of
@@ -287,6 +287,12 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.problems: list[str] = []
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if wrong := unprintable([node.value]):
+            self.problems.append(f"line {node.start_mark.line + 1}: {wrong}")
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

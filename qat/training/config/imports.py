@@ -5,8 +5,9 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,18 @@ from qat.text import did_you_mean
 from qat.training.errors import UserError
 
 OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep  # qat/training, whose frames `place` skips
+
+_named: ContextVar[Collection[str] | None] = ContextVar("named", default=None)  # by the user; None: configs may too
+
+
+@contextmanager
+def only_code(named: Collection[str]) -> Iterator[None]:
+    """Import no other code than this, which the user names, whatever a config says."""
+    token = _named.set(named)
+    try:
+        yield
+    finally:
+        _named.reset(token)
 
 
 @contextmanager
@@ -30,7 +43,7 @@ def current_folder_importable() -> Iterator[None]:
 
 
 def import_extensions(modules: Sequence[str], key: str = "imports[{}]") -> None:
-    """Import the modules that a user names under a key, to register rules and targets."""
+    """Import what a user names under a key: `module` to register rules and targets, or `module:callable`."""
     with current_folder_importable():
         for number, name in enumerate(modules):
             _import_module(name, key.format(number))
@@ -46,7 +59,7 @@ def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
         module_name, _, attribute = name.partition(":")
         if not module_name or not attribute:
             raise UserError(f"{key}: '{name}' is incomplete; write package.module:callable")
-        found: Any = _import_module(module_name, key)
+        found: Any = _import_module(name, key)
         for part in attribute.split("."):
             if not hasattr(found, part):
                 hint = did_you_mean(part, dir(found))
@@ -76,7 +89,11 @@ def place(error: Exception) -> str:
     return f", {users[-1].filename}:{users[-1].lineno}" if users else ""
 
 
-def _import_module(name: str, key: str) -> ModuleType:
+def _import_module(code: str, key: str) -> ModuleType:
+    name, named = code.partition(":")[0], _named.get()
+    if named is not None and code not in named:
+        why = "no code is imported because a file names it"
+        raise UserError(f"{key}: '{code}' is code of your own, and {why}; add --import {code}")
     try:
         return importlib.import_module(name)
     except Exception as error:  # user code may raise anything

@@ -80,7 +80,8 @@ class StageConfig(Section):
     bn_reestimate: Literal["auto", "always", "never"] = "auto"
     """Before each evaluation, and so before calibration and export, estimate BatchNorm's running statistics anew from
     5,000 training images, augmented as in training. After a short training, with a small momentum, or of averaged
-    weights, they lag behind. `auto`: after training, where a trial clearly lowers the loss. Frozen ones stay."""
+    weights, they lag behind. `auto`: after training, where a trial clearly lowers the loss, and
+    where they have seen too few batches. Frozen ones stay."""
 
 
 class DistillationConfig(Section):

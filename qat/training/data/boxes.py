@@ -103,7 +103,7 @@ def _yolo_rows(file: Path, classes: int) -> list[Row]:
     rows = []
     form = f"a class from 0 to {classes - 1}, then centre x and y, width, height, or a polygon, all shares of the image"
     with reading(f"'{file}'", form):
-        for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
+        for line in filter(str.strip, file.read_text(encoding="utf-8-sig").splitlines()):
             label, *box = map(float, line.split())
             fits = label in range(classes) and len(box) >= 4 and len(box) % 2 == 0
             if not fits or not all(-0.01 <= share <= 1.01 for share in box):  # tools round

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from qat.collectives import rank, rank_count
+from qat.text import unprintable
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
 from qat.training.data.boxes import BoxedTransform
@@ -215,6 +216,8 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         what = f"{config.batch_size} is of all ranks together, and {count} cannot share it evenly"
         raise UserError(f"data.batch_size: {what}; use a multiple of {count}")
     dataset = datasets.build_dataset(config, seed, kind)
+    if wrong := unprintable(dataset.classes):
+        raise UserError(f"data: the class {wrong}")
     if (boxed := dataset.val.kind == "boxes") and config.resize_size is not None:
         raise UserError(f"data.resize_size: {config.resize_size} has no meaning for boxes; leave it out")
     preprocessing = Preprocessing(

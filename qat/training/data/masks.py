@@ -22,7 +22,7 @@ def read_mask_folder(root: Path) -> tuple[dict[str, MaskFiles], list[str]]:
     named = root / "classes.txt"
     folders = f"{root}/train/images, {root}/train/masks, {root}/val/images, {root}/val/masks"
     with reading(f"'{named}'", f"the name of each class on a line, and {folders}"):
-        classes = [line.strip() for line in named.read_text(encoding="utf-8").splitlines() if line.strip()]
+        classes = [line.strip() for line in named.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     if len(classes) < 2:
         raise UserError(f"data.root: '{named}' names {len(classes)} classes; it needs 2 or more, a line each")
     return {split: _masked(root / split, len(classes)) for split in ("train", "val")}, classes

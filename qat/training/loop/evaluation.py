@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
+from qat.batch_norm import batch_norms, copied_statistics, is_young, reestimate_batch_norm, restore_statistics
 from qat.collectives import of_all_ranks, rank_count
 from qat.contexts import evaluating
 from qat.training.config.stages import StageConfig
@@ -87,16 +87,18 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
     The images are training batches as training sees them, augmented and mixed: a network is normalised in training by
     their statistics, and those of plain images are of another function (MobileNetV2 at 4 bits: 2.9 points worse, since
     the crops of CIFAR-10 have black borders). With `auto`, a trial of a few batches comes first, and new statistics are
-    kept if they clearly lower the loss on plain training images. Frozen statistics stay. A resumed run draws the same
+    kept if they clearly lower the loss on plain training images; those that have seen too few batches are no choice,
+    for ranges behind them fit no step of QAT. Frozen statistics stay. A resumed run draws the same
     random numbers again.
     """
     choice, frozen_from = run.stage.bn_reestimate, getattr(run.stage, "freeze_bn_epoch", None)
-    unwanted = choice == "never" or (choice == "auto" and epochs == 0)
+    tried = choice == "auto" and not any(of_all_ranks(any(map(is_young, batch_norms(run.model)))))
+    unwanted = choice == "never" or (tried and epochs == 0)
     if unwanted or run.sample is None or not batch_norms(run.model):
         return ""
     if frozen_from is not None and epochs > frozen_from:  # training used them too
         return ""
-    if choice == "auto":
+    if tried:
         layout, kept = run.config.channels_last, copied_statistics(run.model)
         before = evaluate(run.model, run.sample, run.device, channels_last=layout, task=run.config.task).loss
         _reestimate(run, epochs, len(run.sample))

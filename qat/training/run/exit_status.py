@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from qat.text import first_line
+from qat.text import first_line, printable
 from qat.training.errors import UserError
 from qat.training.ranks import is_first_to_fail
 
@@ -61,7 +61,7 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
             # Not 1, with which Python itself would end: that is the status of a failed proof.
             status, message = EX_SOFTWARE, "".join(traceback.format_exception(error)).rstrip()
     if is_first_to_fail():
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     return status
 
 

@@ -167,8 +167,6 @@ def open_run_folder(config: RunConfig) -> RunFolder:
     in the given folder, or by default in the one with the highest number, if it has a last.pt. If there is none, a new
     run starts; if the run is finished, there is nothing to do.
     """
-    if config.run_dir is None and (config.name in ("", "..") or Path(config.name).name != config.name):
-        raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
     path = RUNS if config.run_dir is None else Path(os.path.expanduser(config.run_dir))
     try:
         if config.run_dir is not None:
@@ -181,10 +179,14 @@ def open_run_folder(config: RunConfig) -> RunFolder:
 
 
 def goes_on(config: RunConfig) -> bool:
-    """Return True if a run with this config has a last.pt to go on from."""
-    if config.resume != "auto":
-        return False
+    """Return True if a run with this config has a last.pt to go on from; refuse a folder that it cannot have."""
+    if config.run_dir is None and (config.name in ("", "..") or Path(config.name).name != config.name):
+        raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
     given = config.run_dir and Path(os.path.expanduser(config.run_dir))
+    if config.resume != "auto":
+        if given and given.is_dir() and os.access(given, os.R_OK):
+            _checkpoint(given, config)
+        return False
     path = given or _newest_run(_numbered_folders(config.name))
     # Without permission, os.path.isfile is False where Path.is_file raises.
     return path is not None and os.path.isfile(path / LAST_CHECKPOINT)

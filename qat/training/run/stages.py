@@ -323,7 +323,7 @@ def _seconds_of_epoch(run: StageRun) -> float:
         training.step(group)[0].tolist()  # waits for the device
 
     def validate() -> None:
-        evaluate(run.model, val, run.device, channels_last=run.config.channels_last)
+        evaluate(run.model, val, run.device, channels_last=run.config.channels_last, task=run.config.task)
 
     step()  # compiles and allocates
     steps = timeit(step, number=TIMED) / TIMED * run.steps_per_epoch
