@@ -98,8 +98,8 @@ def stored_qparams(quantizer: Quantizer, operations: Operations) -> tuple[Tensor
     low, high = (bound + offset for bound in quantizer.bounds())
     kinds = (torch.int8, torch.int16) if low < 0 else (torch.uint8, torch.uint16)
     kind = kinds[high - low >= 2**CONTAINER_BITS]
-    ends = (torch.tensor(end, dtype=kind) for end in (low, high))
-    return scale.detach().float(), (zero_point.detach() + offset).to(kind), *ends
+    first, last = torch.tensor(low, dtype=kind), torch.tensor(high, dtype=kind)
+    return scale.detach().float(), (zero_point.detach() + offset).to(kind), first, last
 
 
 class FrozenQuantizer(nn.Module):
