@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import qat
+from qat.export.litert.file import ReadFile
 from tests.export.test_export_layers import quantized
 from tests.references.prepared_case import Plain, draw, refused
 
@@ -206,3 +207,22 @@ def test_a_program_has_every_step_and_says_what_is_in_float() -> None:
     }
     assert {name: step.operator for name, step in program.items() if step.in_float} == floats
     assert {name: step.operator for name, step in program.items() if not step.in_float} == integers
+
+
+@pytest.mark.parametrize("spec", [{"granularity": "tensor"}, {"rule": "power_of_two"}], ids=str)
+def test_a_batch_norm_that_takes_a_grids_promise_away_is_named(spec, tmp_path):
+    x = draw(8, 3, 6, 6)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+    nn.init.uniform_(layers[1].weight, 0.5, 2.0)
+    with pytest.warns(UserWarning, match="^prepare: the BatchNorm behind 0 gives each channel a scale of its own when"):
+        model = quantized(nn.Sequential(*layers), x, qat.QuantRecipe(spec, target="litert"))
+    rows = {line.split()[0]: line for line in qat.summary(model).splitlines() if "Quant" in line}
+    assert "per channel" in rows["0"] and "power_of_two " not in rows["0"]
+    assert rows["0"].endswith("which gives each channel a scale of its own, no power of two")
+    scales = {name: arrays.scale for name, arrays in qat.integer_weights(model).items()}
+    assert len(set(scales["0"])) == 4 and not (np.frexp(scales["0"])[0] == 0.5).any()
+    qat.export_litert(model, tmp_path / "model.tflite", x)
+    tensors = ReadFile((tmp_path / "model.tflite").read_bytes()).tensors
+    (head,) = [each.quantization.scale for each in tensors if each.name == b"4"]
+    assert len(head) == (1 if spec.get("granularity") else 3)
+    assert ("per tensor" in rows["4"]) == (len(head) == 1)
