@@ -22,7 +22,15 @@ from qat.analysis.state import float_state_dict
 from qat.analysis.statistics import quantizer_statistics
 from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm, sync_batch_norm
 from qat.calibration import calibrate
-from qat.export import convert, export_litert, export_onnx, integer_weights, verify_litert, verify_onnx
+from qat.export import (
+    convert,
+    export_litert,
+    export_onnx,
+    integer_program,
+    integer_weights,
+    verify_litert,
+    verify_onnx,
+)
 from qat.finetuning.ewgs import update_ewgs
 from qat.layers import (
     QuantBilinear,
@@ -89,6 +97,7 @@ __all__ = [
     "freeze_batch_norm",
     "freeze_scales",
     "functional",
+    "integer_program",
     "integer_weights",
     "layer_errors",
     "layer_losses",

@@ -10,7 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import nn
 
-from qat.analysis.table import summary
+from qat.analysis.table import summary, warn_of_scales
 from qat.contexts import evaluating, in_full_precision
 from qat.export.litert.exporter import warn_of_unwritable
 from qat.graph.randomness import seeded
@@ -111,6 +111,7 @@ def prepare(
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
         keep_all_attributes(prepared, root)  # such as `model.classes`, which no graph needs
         _set_modes(prepared, model)
+        warn_of_scales(prepared)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
             if recipe.profile.file == "tflite" and example_inputs is not None:

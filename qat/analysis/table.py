@@ -1,6 +1,7 @@
 """`summary`: a prepared model as a table."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -156,8 +157,30 @@ def _inputs(model: nn.Module) -> dict[str, str]:
                 quantizer, norm = (node.kwargs.get(key) for key in ("input_quantizer", "norm"))
                 text = f"input: {prefix}{quantizer.target}" if isinstance(quantizer, fx.Node) else "input: indices"
                 folds = f", folds {prefix}{norm.target}" if isinstance(norm, fx.Node) else ""
+                folds += SCALED * bool(folds and _lost(graph_module.get_submodule(str(node.target))))
                 found.setdefault(f"{prefix}{node.target}", {})[f"{text}{folds}"] = None
     return {name: "; ".join(said) for name, said in found.items()}
+
+
+SCALED = ", which gives each channel a scale of its own, no power of two"
+"""End of the remark on a layer whose BatchNorm takes away what its grid promises."""
+
+
+def _lost(layer: nn.Module) -> bool:
+    assert isinstance(layer, QuantLayer)
+    spec = layer.weight_quantizer.spec
+    return spec.granularity == "tensor" or spec.rule == "power_of_two"
+
+
+def warn_of_scales(model: nn.Module) -> None:
+    """Warn of layers whose weight's grid does not outlive the folding of BatchNorm."""
+    if found := [name for name, said in _inputs(model).items() if SCALED in said]:
+        warnings.warn(
+            f"prepare: the BatchNorm behind {', '.join(found[:5])} gives each channel a scale of its own when it is"
+            " folded, no power of two; where granularity='tensor' or the rule 'power_of_two' has to hold in the file,"
+            " fold it first, as by torch.nn.utils.fuse_conv_bn_eval",
+            stacklevel=3,
+        )
 
 
 def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
@@ -166,7 +189,13 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     said = remarks.get(name) or _own_input(name, module)
     parts = [said, *quantizer.switches(), "" if quantizer.is_calibrated else "not calibrated"]
     remark = "; ".join(part for part in parts if part)
-    return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, _size(module), remark
+    grid, rule = quantizer.describe(), quantizer.spec.rule
+    if SCALED in said:  # neither is the file's
+        grid, rule = (
+            grid.replace("per tensor", "per channel, folded"),
+            rule.replace("power_of_two", "power_of_two, folded"),
+        )
+    return name, type(module).__name__, grid, rule, _size(module), remark
 
 
 def _own_input(name: str, module: nn.Module) -> str:

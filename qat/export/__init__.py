@@ -8,6 +8,7 @@ from qat.export.litert.engines import compare_litert_layers, verify_litert
 from qat.export.litert.exporter import export_litert
 from qat.export.onnx.saturation import Saturation, find_saturation
 from qat.export.onnxruntime.verification import compare_layers, optimized_operators, verify_onnx
+from qat.export.steps import IntegerGrid, IntegerStep, integer_program
 from qat.export.ties import Differences, explain_differences
 from qat.integers.following import LayerDifference
 
@@ -15,7 +16,9 @@ __all__ = [
     "Differences",
     "Finding",
     "IntegerArrays",
+    "IntegerGrid",
     "IntegerModel",
+    "IntegerStep",
     "LayerDifference",
     "Saturation",
     "Verification",
@@ -26,6 +29,7 @@ __all__ = [
     "export_litert",
     "export_onnx",
     "find_saturation",
+    "integer_program",
     "integer_weights",
     "lint_onnx",
     "optimized_operators",

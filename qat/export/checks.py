@@ -12,7 +12,7 @@ from qat.collectives import is_sharded
 from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model, described, does_not_run
 from qat.integers.freezing import freeze
-from qat.integers.frozen import CONTAINER_BITS, FreezingError, Operations, rounds_half_to_even
+from qat.integers.frozen import CONTAINER_BITS, TRAINED_BITS, FreezingError, Operations, rounds_half_to_even
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
@@ -31,22 +31,22 @@ ROUNDS_OTHERWISE = (
 FLOAT32_BYTES = 4
 
 
-def check_exportable(model: nn.Module, caller: str = "export_onnx") -> None:
-    """Check that the model is one graph and has integers."""
+def check_exportable(model: nn.Module, caller: str = "export_onnx", bits: int = CONTAINER_BITS) -> None:
+    """Check that the model is one graph and has integers of at most so many bits."""
     if WHOLE_MODEL in vars(model).get(LEFT_IN_FLOAT, {}):
         raise ValueError(
             f"{caller}: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; export each part"
             f" ({', '.join(prepared_parts(model)) or 'there is none'}), see qat.preparation.parts.prepared_parts(model)"
             ", or take the reason away as docs/timm_and_huggingface.md does"
         )
-    check_integers(model, caller)
+    check_integers(model, caller, bits)
     for name, quantizer in model.named_modules():
         if isinstance(quantizer, Quantizer) and not rounds_half_to_even(quantizer):
             raise ValueError(f"{caller}: {name!r}: the rule {quantizer.spec.rule!r} {ROUNDS_OTHERWISE}")
 
 
-def check_integers(model: nn.Module, caller: str) -> None:
-    """Check that every quantizer is on, calibrated, and has at most 8 bits."""
+def check_integers(model: nn.Module, caller: str, bits: int = TRAINED_BITS) -> None:
+    """Check that every quantizer is on, calibrated, and has at most so many bits."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
@@ -73,11 +73,9 @@ def check_integers(model: nn.Module, caller: str) -> None:
         if not quantizer.is_calibrated:
             raise ValueError(f"{caller}: {name!r} has no range yet; call qat.calibrate(model, batches) first")
         low, high = quantizer.bounds()
-        if high - low >= 2**CONTAINER_BITS:
-            raise ValueError(
-                f"{caller}: {name!r} has the integers {low} to {high}; integer kernels take at most"
-                f" {CONTAINER_BITS} bits"
-            )
+        if high - low >= 2**bits:
+            takes = "integer kernels take" if bits == CONTAINER_BITS else "it takes"
+            raise ValueError(f"{caller}: {name!r} has the integers {low} to {high}; {takes} at most {bits} bits")
         with evaluating(quantizer):
             agrees = keeps_to_its_grid(quantizer, sample_for(model, name, quantizer))
         if not agrees:

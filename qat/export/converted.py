@@ -16,13 +16,14 @@ from qat.functional.tensors import require_floating
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy, joined, numbered
 from qat.integers.frozen import (
+    TRAINED_BITS,
     FrozenLayer,
     FrozenParameter,
     FrozenQuantizer,
     FrozenTable,
     NotANumberError,
     Operations,
-)  # fmt: skip
+)
 from qat.kernels import plain_formulas
 from qat.preparation.refusals import wrapped
 from qat.torch_internals import children_of, decomposed_operators, parameters_of
@@ -73,7 +74,7 @@ def convert(model: nn.Module, execution: Execution = "reference") -> IntegerMode
     Raises:
         TypeError: if the model holds no quantizer.
         ValueError: for another execution, if the model was prepared in parts, or if a quantizer has no integers of at
-            most 8 bits.
+            most 16 bits.
 
     >>> import qat
     >>> x = torch.rand(8, 3, 8, 8)
@@ -88,7 +89,7 @@ def convert(model: nn.Module, execution: Execution = "reference") -> IntegerMode
         raise ValueError(f"convert: execution must be one of {', '.join(get_args(Execution))}, got {execution!r}")
     inside = wrapped(model)
     model = model if inside is None else inside[1]
-    check_exportable(model, "convert")
+    check_exportable(model, "convert", TRAINED_BITS)
     warn_of_hooks(model, "convert")
     with torch.no_grad():
         return IntegerModel(_converted(evaluation_copy(model), execution), execution)
@@ -114,7 +115,7 @@ def _converted(evaluated: nn.Module, execution: Execution) -> nn.Module:
 class IntegerOperations(Operations):
     """Arithmetic of evaluation, to the bit; NaN, which has no integer, is refused."""
 
-    sums_integers = True
+    sums_integers = as_trained = True
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
@@ -128,7 +129,7 @@ class IntegerOperations(Operations):
 class ExportOperations(Operations):
     """Constants dequantized by torch.export's operators."""
 
-    float_biases = True
+    float_biases = as_trained = True
 
     def __init__(self) -> None:
         self.operators = decomposed_operators()
@@ -151,9 +152,8 @@ class ExportedQuantizer(nn.Module):
 
     def __init__(self, quantizer: FrozenQuantizer) -> None:
         super().__init__()
-        scale, zero_point, low, high = quantizer.grid()
-        kind = torch.int8 if quantizer.offset else quantizer.zero_point.dtype  # of the trained grid
-        self.numbers = (scale, *(int(each) - quantizer.offset for each in (zero_point, low, high)), kind)
+        scale, *integers = quantizer.grid()
+        self.numbers = (scale, *map(int, integers), quantizer.zero_point.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Round x to the grid."""
@@ -170,8 +170,13 @@ class IntegerArrays:
     A layer whose input has a grid computes y = (sum((x - input_zero_point) * weight) + bias) * bias_scale, with x the
     codes of its input, and bias_scale = input_scale * scale. BatchNorm is folded in.
 
+    Every grid is the trained one, as `summary` and the quantizers have it. A .tflite file has the same integers, but
+    that those of fewer than 8 bits and of unsigned grids end at 127; an ONNX file adds 128 to a signed grid with a zero
+    point, which it stores in uint8.
+
     Attributes:
-        weight: int8, in the shape of the float layer's weight; tables and parameters on an unsigned grid are uint8.
+        weight: int8, in the shape of the float layer's weight; tables and parameters on an unsigned grid are uint8. Of
+            more than 8 bits it and all zero points are int16 or uint16.
         scale: float32, (channels,): of the output, of an embedding (rows,), of a parameter ().
         zero_point: in the type of weight and the shape of scale; 0 for layers.
         bias: int32, (channels,), on the grid of bias_scale; None for tables, parameters and layers whose input is in
@@ -192,7 +197,7 @@ class IntegerArrays:
 
 @torch.no_grad()
 def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
-    """Return every quantized layer's integers as NumPy arrays, as in ONNX files.
+    """Return every quantized layer's integers as NumPy arrays, on the trained grids.
 
     Args:
         model: a prepared and calibrated model, also one that was prepared in parts, or a module of quantized layers
@@ -204,7 +209,7 @@ def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
 
     Raises:
         TypeError: if the model holds no quantizer.
-        ValueError: for a quantizer without integers of at most 8 bits: not calibrated, switched off, or of a rule
+        ValueError: for a quantizer without integers: not calibrated, switched off, or of a rule
             that has none.
 
     >>> import qat
@@ -219,13 +224,13 @@ def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
     """
     expect_model(integer_weights, model)
     check_integers(model, "integer_weights")
-    frozen = frozen_for("integer_weights", evaluation_copy(model), Operations(), weights_alone=True)
+    frozen = frozen_for("integer_weights", evaluation_copy(model), IntegerOperations(), weights_alone=True)
     seen: Counter[str] = Counter()
-    return {numbered(name, seen): arrays for name, arrays in _arrays(frozen, "")}
+    return {numbered(name, seen): arrays for name, arrays in arrays_of(frozen)}
 
 
-def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]:
-    # In the order in which the layers run, or without a graph in that of their registration.
+def arrays_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, IntegerArrays]]:
+    """Yield layers' names and integers, as they run, or without a graph as registered."""
     if isinstance(module, FrozenLayer):
         yield module.layer_name, _of_layer(module)
     elif isinstance(module, FrozenParameter):
@@ -238,7 +243,7 @@ def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]
         if isinstance(module, fx.GraphModule):
             names = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
         for name in dict.fromkeys(names):
-            yield from _arrays(module.get_submodule(name), joined(path, name))
+            yield from arrays_of(module.get_submodule(name), joined(path, name))
 
 
 def _of_layer(layer: FrozenLayer) -> IntegerArrays:

@@ -10,13 +10,7 @@ from torch import nn
 
 from qat.analysis.table import float_results, said_of
 from qat.contexts import in_full_precision
-from qat.export.checks import (
-    check_exportable,
-    check_new_file,
-    frozen_for,
-    warn_of_hooks,
-    why_not_exported,
-)
+from qat.export.checks import check_exportable, check_new_file, frozen_for, warn_of_hooks, why_not_exported
 from qat.export.onnx.formats import as_json, pack_weights, save, store_once, take_pixels, to_qonnx, to_qoperator
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
@@ -26,6 +20,7 @@ from qat.export.onnxruntime.verification import check_other_sizes
 from qat.inputs import Inputs, expect_model
 from qat.integers.evaluation import drop_defaults, evaluation_copy
 from qat.integers.freezing import frozen_grids
+from qat.integers.frozen import CONTAINER_BITS, TRAINED_BITS
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
 
@@ -91,10 +86,10 @@ def export_onnx(
     Raises:
         TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
         FileNotFoundError: if the folder of the path is missing.
-        ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
-            8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
-            something else than tensors, if torch.onnx cannot export it, if the ONNX graph lacks a quantizer, or for an
-            opset, a format, axes or names that do not fit.
+        ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than 8
+            bits (QONNX takes 16), if a parameter has fewer bits than float32, if the model does not run with the inputs
+            or returns something else than tensors, if torch.onnx cannot export it, if the ONNX graph lacks a quantizer,
+            or for an opset, a format, axes or names that do not fit.
     """
     expect_model(export_onnx, model)
     check_new_file(Path(path))
@@ -107,12 +102,12 @@ def export_onnx(
     notes = as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]
-    check_exportable(model)
+    check_exportable(model, bits=TRAINED_BITS if format == "qonnx" else CONTAINER_BITS)
     warn_of_hooks(model)
     if found := float_results(model):
         warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=2)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
-    proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases), dynamic)
+    proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases, format == "qonnx"), dynamic)
     if format == "qonnx":  # its runtimes compute in float: the changes for ONNX Runtime's kernels are not needed
         to_qonnx(proto)
     else:

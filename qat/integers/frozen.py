@@ -16,6 +16,9 @@ from qat.quantizer import Quantizer
 CONTAINER_BITS = 8
 """Bits that store one integer; integer kernels take no wider operands."""
 
+TRAINED_BITS = 16
+"""Bits of the widest grid, where no kernel computes: `Operations.as_trained`."""
+
 TRANSPOSED = (QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
 
 
@@ -28,6 +31,9 @@ class Operations:
 
     float_biases = False
     """True if biases are stored as the floats that they stand for."""
+
+    as_trained = False
+    """True if integers keep the trained grid, also one of more than 8 bits; else they are those of kernels."""
 
     sums_integers = False
     """True if layers compute as evaluation does, not on dequantized operands."""  # which runtimes fuse
@@ -85,12 +91,15 @@ def stored_offset(quantizer: Quantizer) -> int:
     return 128 if quantizer.bounds()[0] < 0 and not quantizer.spec.symmetric else 0
 
 
-def stored_qparams(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Return scale, and zero point in the integer type that stores the codes."""
+def stored_qparams(quantizer: Quantizer, operations: Operations) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scale, and zero point and bounds in the integer type that stores the codes."""
     scale, zero_point = quantizer.grid()
-    offset = stored_offset(quantizer)
-    container = torch.int8 if quantizer.bounds()[0] + offset < 0 else torch.uint8
-    return scale.detach().float(), (zero_point.detach() + offset).to(container)
+    offset = 0 if operations.as_trained else stored_offset(quantizer)
+    low, high = (bound + offset for bound in quantizer.bounds())
+    kinds = (torch.int8, torch.int16) if low < 0 else (torch.uint8, torch.uint16)
+    kind = kinds[high - low >= 2**CONTAINER_BITS]
+    first, last = torch.tensor(low, dtype=kind), torch.tensor(high, dtype=kind)
+    return scale.detach().float(), (zero_point.detach() + offset).to(kind), first, last
 
 
 class FrozenQuantizer(nn.Module):
@@ -100,15 +109,9 @@ class FrozenQuantizer(nn.Module):
         super().__init__()
         self.quantizer_name = name
         self.operations = operations
-        scale, zero_point = stored_qparams(quantizer)
-        self.offset = stored_offset(quantizer)
-        low, high = (bound + self.offset for bound in quantizer.bounds())
-        limits = torch.iinfo(zero_point.dtype)
-        self.clips = (low, high) != (limits.min, limits.max)  # else the type clips by itself
-        self.scale = nn.Buffer(scale)
-        self.zero_point = nn.Buffer(zero_point)
-        self.low = nn.Buffer(torch.tensor(low, dtype=zero_point.dtype))
-        self.high = nn.Buffer(torch.tensor(high, dtype=zero_point.dtype))
+        self.scale, self.zero_point, self.low, self.high = map(nn.Buffer, stored_qparams(quantizer, operations))
+        limits = torch.iinfo(self.low.dtype)
+        self.clips = (int(self.low), int(self.high)) != (limits.min, limits.max)  # else the type clips by itself
 
     def grid(self) -> tuple[float, ...]:
         """Return scale, zero point and bounds: equal numbers are one grid."""
@@ -128,10 +131,10 @@ class FrozenParameter(nn.Module):
         super().__init__()
         self.quantizer_name = name
         self.operations = operations
-        scale, zero_point = stored_qparams(quantizer)
-        self.codes = nn.Buffer((quantizer.codes(value).detach() + stored_offset(quantizer)).to(zero_point.dtype))
-        self.scale = nn.Buffer(scale)
-        self.zero_point = nn.Buffer(zero_point)
+        scale, zero_point, *bounds = stored_qparams(quantizer, operations)
+        self.low, self.high = map(int, bounds)
+        codes = quantizer.codes(value).detach() + (self.low - quantizer.bounds()[0])
+        self.codes, self.scale, self.zero_point = map(nn.Buffer, (codes.to(zero_point.dtype), scale, zero_point))
 
     def forward(self, *unused: object) -> Tensor:
         """Return the values; the float parameter is not read again."""
@@ -167,23 +170,25 @@ class FrozenLayer(nn.Module):
         for what, found in (("weight", integers.codes), ("bias", integers.bias_codes)):
             if not found.isfinite().all():
                 raise FreezingError(f"{name!r}: its {what}, BatchNorm folded in, holds NaN or infinity")
-        if lowest < -128 or highest > 127:
+        wide = operations.as_trained and layer.weight_quantizer.spec.bits > CONTAINER_BITS
+        kind = torch.iinfo(torch.int16 if wide else torch.int8)
+        if lowest < kind.min or highest > kind.max:
             raise FreezingError(
-                f"{name!r}: the integers of its weight range from {lowest:g} to {highest:g}, outside int8 (a grid that"
-                " is unsigned or not narrow_range=True?)"
+                f"{name!r}: the integers of its weight range from {lowest:g} to {highest:g}, outside {kind.dtype} (a grid"
+                " that is unsigned or not narrow_range=True?)"
             )
         self.layer_name = name
-        self.input_qparams = [stored_qparams(quantizer) for quantizer in quantizers]
+        self.input_qparams = [stored_qparams(quantizer, operations)[:2] for quantizer in quantizers]
         self.operations = operations
         self.twin = layer
         self.grids = nn.ModuleList(inputs)
         # A transposed convolution has its output channels on axis 1; with groups, one axis does not hold them all.
         self.in_torch_layout = isinstance(layer, TRANSPOSED) and layer.groups == 1
         codes = layer.torch_layout(integers.codes) if self.in_torch_layout else integers.codes
-        self.weight = nn.Buffer(codes.detach().to(torch.int8).contiguous())
+        self.weight = nn.Buffer(codes.detach().to(getattr(torch, kind.dtype)).contiguous())
         self.weight_scale = nn.Buffer(integers.scale.detach().float().contiguous())
         # Always 0, and stored anyway: ONNX Runtime fuses a linear layer only if the weight has a zero point.
-        self.weight_zero_point = nn.Buffer(torch.zeros(self.weight_scale.shape, dtype=torch.int8))
+        self.weight_zero_point = nn.Buffer(torch.zeros(self.weight_scale.shape, dtype=self.weight.dtype))
         bias = integers.bias_codes.detach().to(torch.int32)
         self.bias_scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
         self.bias = nn.Buffer(bias * self.bias_scale if operations.float_biases else bias)

@@ -76,7 +76,7 @@ _ONNXRUNTIME = TargetProfile(
             _ORT,
         ),
         "weight.symmetric": _NO_FOLDING,
-        "weight.most_bits": Reason("more than 8 bits train, but export_onnx refuses them: integer kernels take 8"),
+        "weight.most_bits": Reason("more than 8 bits train, and go to QONNX alone: integer kernels take 8"),
         "weight.granularities": Reason("groups train, but export_onnx refuses them: integer kernels lack them"),
         "activation": Reason("with symmetric signed ones half of ResNet-18's convolutions run in float", "README.md"),
         "activation.most_bits": Reason("as for weights"),

@@ -1,4 +1,7 @@
-"""`integer_weights` against the initializers of the ONNX file, and against what evaluation computes."""
+"""`integer_weights` and `integer_program` against the ONNX file, the model's own grids, and what evaluation computes.
+
+docs/fpga.md computes a whole program in NumPy.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import qat
+from qat.export.litert.file import ReadFile
 from tests.export.test_export_layers import quantized
 from tests.references.prepared_case import Plain, draw, refused
 
@@ -140,3 +144,85 @@ def test_a_layer_with_a_float_input_has_its_weights_integers(layer, shapes, tmp_
         torch.testing.assert_close(real, layer.quantized(layer.weight).detach())
     with pytest.raises(ValueError, match="has no grid for its input; prepare the whole model with"):
         qat.export_onnx(layer, tmp_path / "layer.onnx", draw(2, 5))
+
+
+GRIDS = [
+    ({}, "litert", "int8"), ({}, "integer_only", "int8"), ({}, "onnxruntime", "uint8"),
+    ({"bits": 4, "signed": True}, "litert", "int8"), ({"bits": 12, "signed": True}, "onnxruntime", "int16"),
+    ({"bits": 16}, "onnxruntime", "uint16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "target", "kind"), GRIDS)
+def test_every_grid_is_the_quantizers_own(spec, target, kind):
+    """A file may store another one, 128 higher or ending at 127."""
+    x = draw(8, 3, 6, 6)
+    net = Plain(
+        lambda self, x: self.norm(self.conv(x)).relu().mean((2, 3)) @ self.table,
+        conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), table=nn.Parameter(draw(4, 5)),
+    )  # fmt: skip
+    weight = {"bits": spec["bits"]} if spec else {}
+    model = quantized(net, {"x": x}, qat.QuantRecipe(weight, spec, target=target))
+    found, program = qat.integer_weights(model), qat.integer_program(model)
+    quantizers = {name: each for name, each in model.named_modules() if isinstance(each, qat.Quantizer)}
+    zero_points = {"conv": "input_quantizer", "table_quantizer": "table_quantizer"}
+    for layer, name in zero_points.items():
+        arrays, quantizer = found[layer], quantizers[name]
+        zero_point = arrays.zero_point if arrays.input_zero_point is None else arrays.input_zero_point
+        assert (zero_point, zero_point.dtype) == (int(quantizer.grid()[1]), kind)
+    assert found["conv"].weight.dtype == ("int16" if spec.get("bits", 8) > 8 else "int8")
+    for name, step in program.items():
+        if step.grid is not None:
+            scale, zero_point = quantizers[name.partition(".")[0]].grid()
+            assert step.grid[:2] == (scale.item(), zero_point.item()) and step.low >= step.grid.qmin
+            assert step.grid[2:] == quantizers[name.partition(".")[0]].bounds()
+    assert program["conv_quantizer"].low == program["conv_quantizer"].grid.zero_point  # the ReLU's
+
+
+def test_a_program_has_every_step_and_says_what_is_in_float() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        x = nn.functional.relu6(self.conv(x))
+        y = nn.functional.gelu(self.same(x))
+        x = self.pool(torch.cat([x - y, x.clamp(0, 0.1)], 1)).mean((2, 3))
+        return self.gru(x @ self.table)[0], torch.relu(self.head(x)), x + x * 2
+
+    net = Plain(
+        forward, conv=nn.Conv2d(3, 4, 3), same=nn.Conv2d(4, 4, 1, groups=2), pool=nn.MaxPool2d(2), head=nn.Linear(8, 2),
+        table=nn.Parameter(draw(8, 5)), gru=nn.GRU(5, 3),
+    )  # fmt: skip
+    model = quantized(net, {"x": draw(4, 3, 10, 10)})
+    program = qat.integer_program(model)
+    floats = {"gelu": "gelu", "sub_quantizer": "sub", "matmul": "matmul", "gru": "quantgru", "getitem": "getitem"}
+    floats |= {"mul": "mul", "add": "add"}
+    integers = {
+        "input_quantizer": "quantize",
+        "conv_quantizer": "conv2d",
+        "same_quantizer": "conv2d",
+        "conv_quantizer_quantizer": "clip",
+        "cat_quantizer": "cat",
+        "pool": "maxpool2d",
+        "mean_quantizer": "avg_pool",
+        "table_quantizer": "constant",
+        "relu": "linear",
+    }
+    assert {name: step.operator for name, step in program.items() if step.in_float} == floats
+    assert {name: step.operator for name, step in program.items() if not step.in_float} == integers
+
+
+@pytest.mark.parametrize("spec", [{"granularity": "tensor"}, {"rule": "power_of_two"}], ids=str)
+def test_a_batch_norm_that_takes_a_grids_promise_away_is_named(spec, tmp_path):
+    x = draw(8, 3, 6, 6)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+    nn.init.uniform_(layers[1].weight, 0.5, 2.0)
+    with pytest.warns(UserWarning, match="^prepare: the BatchNorm behind 0 gives each channel a scale of its own when"):
+        model = quantized(nn.Sequential(*layers), x, qat.QuantRecipe(spec, target="litert"))
+    rows = {line.split()[0]: line for line in qat.summary(model).splitlines() if "Quant" in line}
+    assert "per channel" in rows["0"] and "power_of_two " not in rows["0"]
+    assert rows["0"].endswith("which gives each channel a scale of its own, no power of two")
+    scales = {name: arrays.scale for name, arrays in qat.integer_weights(model).items()}
+    assert len(set(scales["0"])) == 4 and not (np.frexp(scales["0"])[0] == 0.5).any()
+    qat.export_litert(model, tmp_path / "model.tflite", x)
+    tensors = ReadFile((tmp_path / "model.tflite").read_bytes()).tensors
+    (head,) = [each.quantization.scale for each in tensors if each.name == b"4"]
+    assert len(head) == (1 if spec.get("granularity") else 3)
+    assert ("per tensor" in rows["4"]) == (len(head) == 1)

@@ -29,7 +29,7 @@ TUTORIAL = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" /
 SESSIONS = {
     **{f"docs/{name}.md": [f"docs/{name}.md"] for name in (
         "rules", "models", "training_loop", "timm_and_huggingface", "coming_over", "own_data", "start",
-        "curves",
+        "curves", "fpga",
     )},
     "README.md": ["README.md"],
 }  # fmt: skip

@@ -161,11 +161,13 @@ def _parameters(writer: Writer, weight: Weight, codes: Tensor, axis: int, bias: 
     values: Array = np.ascontiguousarray(codes.numpy().astype(np.int8))
     packed = writer.four_bits and bool(values.min() >= LOWEST // 16 and values.max() < -LOWEST // 16)
     factor = 1 if packed else headroom(codes, sums)  # 4 bits have no room
-    channels = ((scales / factor).expand(codes.shape[axis]).tolist(), axis)
-    steps, wide = (bias.scale.reshape(-1) / factor).tolist(), (sums * factor).numpy().astype(np.int32)
+    steps, wide = bias.scale.reshape(-1) / factor, (sums * factor).numpy().astype(np.int32)
+    if codes.dim() == 2 and len(set(scales.tolist())) == 1:  # old runtimes take no list of a linear layer
+        scales, steps = scales[:1], steps[:1]
+    channels = ((scales / factor).tolist(), axis)
     return [
         writer.file.constant(name, values * np.int8(factor), channels=channels, packed=packed),
-        writer.file.constant(f"{name}.bias", wide, channels=(steps, 0)),
+        writer.file.constant(f"{name}.bias", wide, channels=(steps.tolist(), 0)),
     ]
 
 

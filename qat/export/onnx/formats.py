@@ -210,7 +210,7 @@ def _constant_as_quant(graph: GraphProto, node: NodeProto, stored: dict[str, Arr
     if np.isin(integers, (-1, 1)).all():
         _become_quant(graph, node, x, {"scale": scale})
         return
-    low, high, signed = int(integers.min()), int(integers.max()), integers.dtype == np.int8
+    low, high, signed = int(integers.min()), int(integers.max()), integers.dtype.kind == "i"
     # One bit is a BipolarQuant's.
     bits = max(2, signed + max(high.bit_length(), (-low - 1).bit_length() if low < 0 else 0))
     narrow = signed and low > -(2 ** (bits - 1))

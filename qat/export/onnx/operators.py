@@ -31,11 +31,12 @@ class OnnxOperations(Operations):
 
     Args:
         opset: the version of ONNX's operators.
-        float_biases: as in `Operations`.
+        float_biases, as_trained: as in `Operations`.
     """
 
-    def __init__(self, opset: int = OPSET, float_biases: bool = False) -> None:
-        self.opset, self.written, self.float_biases = max(opset, TRACED), opset, float_biases
+    def __init__(self, opset: int = OPSET, float_biases: bool = False, as_trained: bool = False) -> None:
+        self.opset, self.written = max(opset, TRACED), opset
+        self.float_biases, self.as_trained = float_biases, as_trained
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
