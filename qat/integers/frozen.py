@@ -174,8 +174,8 @@ class FrozenLayer(nn.Module):
         kind = torch.iinfo(torch.int16 if wide else torch.int8)
         if lowest < kind.min or highest > kind.max:
             raise FreezingError(
-                f"{name!r}: the integers of its weight range from {lowest:g} to {highest:g}, outside {kind.dtype} (a grid"
-                " that is unsigned or not narrow_range=True?)"
+                f"{name!r}: the integers of its weight range from {lowest:g} to {highest:g}, outside {kind.dtype}"
+                " (a grid that is unsigned or not narrow_range=True?)"
             )
         self.layer_name = name
         self.input_qparams = [stored_qparams(quantizer, operations)[:2] for quantizer in quantizers]
