@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.fuzz import activations, images, rows
+from tests.fuzz import activations, functions, images, rows
 from tests.fuzz.draft import Draft, Move
 from tests.fuzz.program import Program, namespace
 from tests.fuzz.surroundings import surrounded, written_by_hand
@@ -13,7 +13,7 @@ from tests.fuzz.surroundings import surrounded, written_by_hand
 OF_ANY = (
     (activations.activation, 3), (activations.activation_in_place, 4), (activations.in_place_while_read, 2),
     (activations.join, 3), (activations.join_and_clip, 3), (activations.view, 2), (activations.parts, 1),
-    (activations.slices, 1),
+    (activations.slices, 1), (functions.function, 3),
 )  # fmt: skip
 
 
