@@ -62,7 +62,8 @@ def check_float_model(model: nn.Module, recipe: object) -> None:
             if not all(x.is_leaf for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)):
                 raise ValueError(
                     f"prepare: {f'{name}.{key}'.lstrip('.')} holds a result with gradients, which cannot be copied:"
-                    " detach it, or compute it in forward; norms of weights are in torch.nn.utils.parametrizations"
+                    " detach it, or compute it in forward; norms of weights are in torch.nn.utils.parametrizations,"
+                    " and torch.nn.utils.prune.remove makes a pruned weight a parameter again"
                 )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
