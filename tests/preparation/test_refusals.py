@@ -133,7 +133,8 @@ def test_a_result_that_cannot_be_copied_is_named() -> None:
     model.cache = {"last": [model[0].weight * 2]}  # type: ignore[assignment]
     said = (
         "prepare: {} holds a result with gradients, which cannot be copied: detach it, or compute it in forward; norms"
-        " of weights are in torch.nn.utils.parametrizations"
+        " of weights are in torch.nn.utils.parametrizations, and torch.nn.utils.prune.remove makes a"
+        " pruned weight a parameter again"
     )
     with refused(said.format("cache")):
         qat.prepare(model, example_inputs=ROWS)
