@@ -13,11 +13,10 @@ The integers that are trained are the integers that are deployed.
 
 from qat import functional, testing
 from qat.analysis import explain, summary
-from qat.analysis.allocation import allocate
 from qat.analysis.cost import cost
 from qat.analysis.errors import layer_errors
 from qat.analysis.features import feature_extractor
-from qat.analysis.sensitivity import layer_losses, sensitivity
+from qat.analysis.sensitivity import sensitivity
 from qat.analysis.state import float_state_dict
 from qat.analysis.statistics import quantizer_statistics
 from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm, sync_batch_norm
@@ -83,7 +82,6 @@ __all__ = [
     "QuantRecipe",
     "QuantSpec",
     "Quantizer",
-    "allocate",
     "calibrate",
     "convert",
     "cost",
@@ -100,7 +98,6 @@ __all__ = [
     "integer_program",
     "integer_weights",
     "layer_errors",
-    "layer_losses",
     "load",
     "parameter_groups",
     "penalty",

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qat.analysis.table import layers_in_order
 from qat.contexts import evaluating
-from qat.inputs import Batch, Inputs, as_batches, expect_model, inputs_and_labels, run_batch
+from qat.inputs import expect_model
 from qat.kernels import plain_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
@@ -67,65 +67,11 @@ def sensitivity(
     return results
 
 
-def layer_losses(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """Measure how far each quantized layer alone moves the answers from float.
-
-        loss = mean over images of KL(softmax(float logits) || softmax(logits))
-
-    Outputs (N, 1, ...) are taken as the logits of one class against another, whose logit is 0.
-
-    Args:
-        model: a classifier from `prepare`, calibrated; its modes and switches are put back.
-        batches: as for `calibrate`; a few hundred images order the layers.
-
-    Returns:
-        The loss of each layer, in nats, in the order in which they run; `qat.allocate` takes those of several widths.
-
-    Raises:
-        ValueError: if no quantizer is in use, there is no batch or one does not fit, or the outputs have no classes.
-
-    >>> import qat
-    >>> recipe = qat.QuantRecipe(overrides={"1": {"weight": {"bits": 2}}})
-    >>> x = torch.randn(64, 8)
-    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), recipe, x)
-    >>> qat.calibrate(model, [x])
-    >>> losses = layer_losses(model, [x])
-    >>> losses["1"] > losses["0"]
-    True
-    """
-    given = [inputs_and_labels("layer_losses", batch)[0] for batch in as_batches(layer_losses, model, batches)]
-    every = _in_use("layer_losses", model)
-    if not given:
-        raise ValueError("layer_losses: there is no batch")
-    losses = {}
-    with evaluating(model), torch.no_grad(), plain_formulas():
-        with switched(every, True):
-            expected = [_log_shares(model, inputs) for inputs in given]
-        for name, parts in operands_of(model).items():
-            if isinstance(model.get_submodule(name), QuantLayer):
-                on = parts.get("both") or next(iter(parts.values()))
-                with switched(every, True), switched(on, False):
-                    found = [_log_shares(model, inputs) for inputs in given]
-                off = [(y.exp() * (y - z)).sum(1) for y, z in zip(expected, found, strict=True)]
-                losses[name] = float(torch.cat(off).mean())
-    return losses
-
-
 def _in_use(caller: str, model: nn.Module) -> list[Quantizer]:
     every = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_disabled]
     if not every:
         raise ValueError(f"{caller}: the model has no quantizer in use; call qat.prepare first")
     return every
-
-
-def _log_shares(model: nn.Module, inputs: Inputs) -> Tensor:
-    # Logarithms of the classes' probabilities. In double precision, since small losses are differences of these.
-    logits = run_batch("layer_losses", model, inputs)
-    if not isinstance(logits, Tensor) or logits.dim() < 2:
-        given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"layer_losses: it compares the classes of outputs (N, classes, ...); the model gives {given}")
-    two = logits if logits.shape[1] > 1 else torch.cat((torch.zeros_like(logits), logits), 1)
-    return torch.log_softmax(two.double(), 1)
 
 
 def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:

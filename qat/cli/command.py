@@ -5,7 +5,7 @@ import logging
 from contextlib import nullcontext
 
 import qat
-from qat.cli import benchmark, bits, compare, evaluate, export, lint, predict, report, sensitivity, train, verify
+from qat.cli import benchmark, compare, evaluate, export, lint, predict, report, sensitivity, train, verify
 from qat.training.config.imports import import_extensions, only_code
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
@@ -14,7 +14,7 @@ from qat.training.script import OVERRIDE
 # `WAY_ON`, if defined, tells a user who interrupted the verb how to continue.
 VERBS = {
     each.__name__.rpartition(".")[2]: each
-    for each in (train, report, predict, evaluate, verify, sensitivity, bits, compare, benchmark, export, lint)
+    for each in (train, report, predict, evaluate, verify, sensitivity, compare, benchmark, export, lint)
 }
 
 
