@@ -10,18 +10,6 @@ from qat.analysis.cost import BETWEEN, LayerCost
 from tests.references.prepared_case import Plain
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
-
-
-def calibrated(float_model: nn.Module, x: torch.Tensor, bits: dict[str, int]) -> nn.Module:
-    overrides = {name: {"weight": {"bits": each}, "activation": {"bits": each}} for name, each in bits.items()}
-    model = qat.prepare(float_model, qat.QuantRecipe(overrides=overrides, residual_bits=8), x[:2])
-    qat.calibrate(model, [x])
-    return model
-
-
 def test_resnet18_has_the_macs_of_its_shapes() -> None:
     """7x7 from 3 to 64 channels at 112x112; 3x3 and 1x1 at 56, 28, 14 and 7; the head: 1.814 G."""
     image = torch.zeros(1, 3, 224, 224)

@@ -24,24 +24,16 @@ ROWS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 ANY: dict[str, dict[str, str]] = {
     "F.pad": {"pad": "(1,1) (0,2) (1,0)", "mode": "'constant'", "value": "None 0.0 0.5"},
-    "F.normalize": {"p": "2.0 1.0", "dim": "1 -1", "eps": "1e-6 1e-3"},
-    "F.softmax": {"dim": "-1 1"},
-    "F.leaky_relu": {"negative_slope": "0.1 0.3", "inplace": "False"},
-    "F.elu": {"alpha": "1.0 0.5", "inplace": "False"},
-    "F.softplus": {"beta": "1 2", "threshold": "20 5"},
+    "F.normalize": {"p": "2.0 1.0", "dim": "1 -1", "eps": "1e-6 1e-3"}, "F.softmax": {"dim": "-1 1"},
+    "F.leaky_relu": {"negative_slope": "0.1 0.3", "inplace": "False"}, "F.gelu": {"approximate": "'none' 'tanh'"},
+    "F.elu": {"alpha": "1.0 0.5", "inplace": "False"}, "F.softplus": {"beta": "1 2", "threshold": "20 5"},
     "F.hardtanh": {"min_val": "-1.0 0.0", "max_val": "1.0 6.0", "inplace": "False"},
-    "F.gelu": {"approximate": "'none' 'tanh'"},
-    "torch.clamp": {"min": "None -0.5 0", "max": "0.5 1 None"},
-    "torch.mean": {"dim": "-1 1 (1,-1)", "keepdim": "True"},
-    "torch.sum": {"dim": "-1 1", "keepdim": "True"},
-    "torch.amax": {"dim": "-1 1", "keepdim": "True"},
-    "torch.flip": {"dims": "(1,) (-1,)"},
-    "torch.roll": {"shifts": "1 2", "dims": "-1 1"},
-    "torch.narrow": {"dim": "-1 1", "start": "0", "length": "1 2"},
-    "torch.diff": {"n": "1", "dim": "-1 1"},
-    "torch.cumsum": {"dim": "-1 1"},
+    "torch.clamp": {"min": "None -0.5 0", "max": "0.5 1 None"}, "torch.sum": {"dim": "-1 1", "keepdim": "True"},
+    "torch.mean": {"dim": "-1 1 (1,-1)", "keepdim": "True"}, "torch.amax": {"dim": "-1 1", "keepdim": "True"},
+    "torch.narrow": {"dim": "-1 1", "start": "0", "length": "1 2"}, "torch.roll": {"shifts": "1 2", "dims": "-1 1"},
+    "torch.diff": {"n": "1", "dim": "-1 1"}, "torch.flip": {"dims": "(1,) (-1,)"}, "torch.cumsum": {"dim": "-1 1"},
     "torch.nan_to_num": {"nan": "0.0 None", "posinf": "None 4.0", "neginf": "None -4.0"},
-}
+}  # fmt: skip
 
 
 def function(draft: Draft, x: str) -> None:
