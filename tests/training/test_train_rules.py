@@ -117,7 +117,7 @@ def test_learned_bits_fall_and_the_table_shows_them(folder: Path) -> None:
 
 
 def test_ewgs_finds_its_delta_from_the_hessian(folder: Path) -> None:
-    assert run("quantization.weight.ewgs=hessian", "quantization.weight.bits=4", "qat.epochs=1") == 0
+    assert run("quantization.weight.ewgs=hessian", "quantization.weight.bits=4", "qat.epochs=2") == 0
     deltas = [tag for tag in curves(folder / "run") if "quantizer_ewgs_delta/" in tag]
     assert deltas == [f"qat/train/quantizer_ewgs_delta/{layer}.weight_quantizer" for layer in (0, 4, 8)]
     state = torch.load(folder / "run" / "last.pt", weights_only=True)["model"]
