@@ -224,6 +224,7 @@ def retrained(model: Any) -> None:
 CHANGES: dict[str, Callable[[Any], object]] = {
     "in place": lambda model: model[0].weight.mul_(2),
     "data": lambda model: setattr(model[0].weight, "data", model[0].weight.data * 2),
+    "data in place": lambda model: model[0].weight.data.mul_(2),
     "state dict": lambda model: model.load_state_dict({**model.state_dict(), "0.weight": model[0].weight * 2}),
     "parameter": lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 2)),
     "switch": lambda model: qat.disable_fake_quant(model),

@@ -36,7 +36,6 @@ x[:, :, max(h - 8, w - 8, 2) :]
 x * sorted([h, w, 14])[0]
 x * sorted((h, w), reverse=True)[0]
 x * sorted([h, w, 14], key=lambda s: abs(s - 13))[0]
-x * abs(h - 14)
 x * (h // 5) + w % 4
 x * (2 if h > 13 else 3)
 x * (2 if h > w else 3)
