@@ -76,9 +76,9 @@ def _sessions() -> type:
     class Session(onnxruntime.InferenceSession):  # type: ignore[misc]
         def __init__(self, model: Any, sess_options: Any = None, *given: Any, **more: Any) -> None:
             options, self.saturates = sess_options or onnxruntime.SessionOptions(), False
-            if not sys._getframe(1).f_locals.get(
-                "exact", _has_entry(options, EXACT_OPTION[0])
-            ):  # as open_session has it
+            # `open_session`, if that is the caller, does without the option where it can.
+            exact = sys._getframe(1).f_locals.get("exact", _has_entry(options, EXACT_OPTION[0]))
+            if not exact:
                 opened.append(None)
                 if asked_for() == "vnni":  # this processor may have none
                     options.add_session_config_entry(*EXACT_OPTION)

@@ -55,8 +55,9 @@ def oldest() -> list[tuple[str, str]]:
         commit = row.get("commit")
         return (behind(row.get("files_of", commit)), behind(commit))
 
-    known: dict[str, dict[str, Any]] = {each: {row["name"]: row for row in kept(results_of(each))} for each in NAMES}
-    known["torchvision"] = {row["name"]: row for row in kept(results_of("torchvision"))}
+    known: dict[str, dict[str, Any]] = {
+        library: {row["name"]: row for row in kept(results_of(library))} for library in libraries()
+    }
     models = [(library, name) for library in libraries() for name in names_in(library)]
     return sorted(models, key=lambda model: age(*model), reverse=True)
 

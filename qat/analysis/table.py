@@ -1,7 +1,7 @@
 """`summary`: a prepared model as a table."""
 
 import copy
-import warnings
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -162,7 +162,7 @@ def _inputs(model: nn.Module) -> dict[str, str]:
     return {name: "; ".join(said) for name, said in found.items()}
 
 
-SCALED = ", which gives each channel a scale of its own, no power of two"
+SCALED = ", which gives each channel a scale of its own"
 """End of the remark on a layer whose BatchNorm takes away what its grid promises."""
 
 
@@ -175,12 +175,11 @@ def _lost(layer: nn.Module) -> bool:
 def warn_of_scales(model: nn.Module) -> None:
     """Warn of layers whose weight's grid does not outlive the folding of BatchNorm."""
     if found := [name for name, said in _inputs(model).items() if SCALED in said]:
-        warnings.warn(
-            f"prepare: the BatchNorm behind {', '.join(found[:5])} gives each channel a scale of its own when it is"
-            " folded, no power of two; where granularity='tensor' or the rule 'power_of_two' has to hold in the file,"
-            " fold it first, as by torch.nn.utils.fuse_conv_bn_eval",
-            stacklevel=3,
-        )
+        logging.getLogger("qat").warning(
+            "prepare: the BatchNorm behind %s gives each channel a scale of its own when it is folded; where"
+            " granularity='tensor' or the rule 'power_of_two' has to hold in the file, fold it first, as by"
+            " torch.nn.utils.fuse_conv_bn_eval", some(found),
+        )  # fmt: skip
 
 
 def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
@@ -191,10 +190,8 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     remark = "; ".join(part for part in parts if part)
     grid, rule = quantizer.describe(), quantizer.spec.rule
     if SCALED in said:  # neither is the file's
-        grid, rule = (
-            grid.replace("per tensor", "per channel, folded"),
-            rule.replace("power_of_two", "power_of_two, folded"),
-        )
+        grid = grid.replace("per tensor", "per channel, folded")
+        rule = rule.replace("power_of_two", "power_of_two, folded")
     return name, type(module).__name__, grid, rule, _size(module), remark
 
 

@@ -229,9 +229,11 @@ def _add_quantizer(wanted: str, spec: QuantSpec, placement: Placement) -> str:
     graph_module = placement.graph_module
     name = free_name(graph_module, wanted)
     try:
-        graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
+        quantizer = create_quantizer(spec, "activation", (), model_device(graph_module))
     except ValueError as error:
         raise ValueError(f"prepare: {placement.recipe.full_name(name)} (activation): {error}") from error
+    quantizer.label = name
+    graph_module.add_submodule(name, quantizer)
     return name
 
 

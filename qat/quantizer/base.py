@@ -117,6 +117,7 @@ class Quantizer(nn.Module):
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
         self.register_buffer("calibrated", torch.tensor(False, device=device))
         self.observer: RangeObserver | None = None
+        self.label = type(self).__name__  # in errors; `prepare` gives it its name
 
     def check_spec(self) -> None:
         """Raise a ValueError for a grid that the rule cannot have."""
@@ -165,7 +166,7 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize x; return it unchanged if switched off, or while an observer looks."""
-        require_floating(x, type(self).__name__)
+        require_floating(x, self.label)
         if self.observer is not None:
             self.observer.update(x)
             return x

@@ -219,7 +219,9 @@ def test_the_default_session_has_a_row_where_it_is_not_exact(
         assert status == 0 and [row["model"] for row in results["rows"]] == [*rows, "float"], err
         assert (f"{results[runtime]}, " in out) and ("(no VNNI)" in out) == (kind == "no-vnni")
         shares = {row["model"]: row["agreement"] for row in results["rows"]}
-        assert 0 <= shares.pop("integers, default session", 1.0) <= 1 and set(shares.values()) == {None}
+        saturated = runtime == "onnxruntime"  # whose default session the tests let saturate: answers are turned around
+        assert (shares.pop("integers, default session", 1.0) > 0.5) is not (saturated and kind == "no-vnni")
+        assert set(shares.values()) == {None}
         status, out, err = verb("evaluate", "runs/pets", "--runtime", runtime, "--json")
         assert [each["runtime"] for each in json.loads(out)] == [row.replace("integers", runtime) for row in rows]
         assert verb("benchmark", "runs/pets/model.onnx", *options[:-2])[0] == 0

@@ -323,7 +323,7 @@ def test_raw_pixels_are_refused_behind_a_float_batch_too_and_with_gradients_the_
     model, x = prepared()
     with torch.no_grad():
         model(x)
-        with pytest.raises(TypeError, match=r"^LSQQuantizer: x must be a floating-point tensor, got torch.uint8$"):
+        with pytest.raises(TypeError, match=r"^input_quantizer: x must be a floating-point tensor, got torch.uint8$"):
             model((255 * x).to(torch.uint8))
     model(x).sum().backward()
     assert model[0].weight.grad is not None

@@ -33,7 +33,8 @@ def test_a_model_that_changes_at_every_forward_is_not_translated_each_time(monke
             model[0].count = count
             assert torch.equal(model(x), plainly(model, x))
         assert len(made) == 3
-        assert caplog.messages[-1:] == [f"evaluation runs operation by operation: {UNSETTLED}"]
+        said = [message for message in caplog.messages if "BatchNorms" not in message]
+        assert said == [f"evaluation runs operation by operation: {UNSETTLED}"]
         model(x)
         model(x)
     assert len(made) == 4 and program_of(model) is not None

@@ -210,15 +210,19 @@ def test_a_program_has_every_step_and_says_what_is_in_float() -> None:
 
 
 @pytest.mark.parametrize("spec", [{"granularity": "tensor"}, {"rule": "power_of_two"}], ids=str)
-def test_a_batch_norm_that_takes_a_grids_promise_away_is_named(spec, tmp_path):
+def test_a_batch_norm_that_takes_a_grids_promise_away_is_named(spec, tmp_path, caplog):
     x = draw(8, 3, 6, 6)
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
     nn.init.uniform_(layers[1].weight, 0.5, 2.0)
-    with pytest.warns(UserWarning, match="^prepare: the BatchNorm behind 0 gives each channel a scale of its own when"):
-        model = quantized(nn.Sequential(*layers), x, qat.QuantRecipe(spec, target="litert"))
+    model = quantized(nn.Sequential(*layers), x, qat.QuantRecipe(spec, target="litert"))
+    assert caplog.messages[0] == (
+        "prepare: the BatchNorm behind 0 gives each channel a scale of its own when it is folded; where"
+        " granularity='tensor' or the rule 'power_of_two' has to hold in the file, fold it first, as by"
+        " torch.nn.utils.fuse_conv_bn_eval"
+    )
     rows = {line.split()[0]: line for line in qat.summary(model).splitlines() if "Quant" in line}
     assert "per channel" in rows["0"] and "power_of_two " not in rows["0"]
-    assert rows["0"].endswith("which gives each channel a scale of its own, no power of two")
+    assert rows["0"].endswith("which gives each channel a scale of its own")
     scales = {name: arrays.scale for name, arrays in qat.integer_weights(model).items()}
     assert len(set(scales["0"])) == 4 and not (np.frexp(scales["0"])[0] == 0.5).any()
     qat.export_litert(model, tmp_path / "model.tflite", x)

@@ -45,11 +45,8 @@ def write_multipliers(data: bytes, path: Path) -> None:
             continue
         grids = [file.tensors[number].quantization for number in (each.inputs[0], each.outputs[0])]
         zero_points = [int(grid.zeroPoint[0]) for grid in grids]
-        sizes, (scales, axis) = (
-            weight.shape,
-            (weight.quantization.scale.tolist(), weight.quantization.quantizedDimension),
-        )
-        for channel, scale in enumerate(scales * (sizes[axis] // len(scales))):
+        scales, channels = weight.quantization.scale.tolist(), weight.shape[weight.quantization.quantizedDimension]
+        for channel, scale in enumerate(scales * (channels // len(scales))):
             real = float(grids[0].scale[0]) * scale / float(grids[1].scale[0])
             rows.append((weight.name.decode(), kind, channel, *quantized_multiplier(real), *zero_points))
     with path.open("w", newline="") as table:
