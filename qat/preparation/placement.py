@@ -34,6 +34,7 @@ from qat.preparation.operations import (
 from qat.preparation.rewriting import fix, fixed_grid
 from qat.preparation.swapping import call_own_quantizers, drop_repeated
 from qat.quantizer import Quantizer, create_quantizer
+from qat.quantizer.ties import TiesAwayFromZero
 from qat.recipe import ScopedRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
@@ -185,6 +186,13 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):
             _pass_input_quantizers(node, module, graph_module, recipe)
+        elif isinstance(module, Quantizer) and operation_of(source := node.args[0], graph_module, AVERAGING) in (
+            placement.profile.ties_away
+        ):
+            name = free_name(graph_module, f"{source.name}_ties")
+            graph_module.add_submodule(name, TiesAwayFromZero(module))
+            with graph_module.graph.inserting_before(node):
+                node.args = (graph_module.graph.call_module(name, (source,)),)
     return compromises
 
 

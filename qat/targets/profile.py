@@ -71,6 +71,7 @@ class TargetProfile:
             keep to it, and have the bits of `activation`.
         split_operations: operations that it computes faster in two steps, each with a grid: silu(x) = x * sigmoid(x).
             Where it could compute them in float, 8 bits alone are split.
+        ties_away: operations of `shared_grids` whose kernels round ties away from the integer 0, not to the even one.
         file: what its models are written to; `prepare` warns of what `export_litert` would refuse.
 
     >>> from qat.targets import profile_of
@@ -90,6 +91,7 @@ class TargetProfile:
     float_biases: bool = False
     fixed_grids: Mapping[Operation, tuple[float, int]] = field(default_factory=dict, hash=False)
     split_operations: frozenset[Operation] = frozenset()
+    ties_away: frozenset[Operation] = frozenset()
     file: Literal["onnx", "tflite"] = "onnx"
 
     def __post_init__(self) -> None:
