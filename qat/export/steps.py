@@ -18,7 +18,8 @@ from qat.integers.frozen import TRAINED_BITS, FrozenLayer, FrozenParameter, Froz
 from qat.integers.movement import asks_for_shape
 from qat.preparation.operations import AVERAGING, JOINING, PRODUCTS, Calls, is_relu, operation_of, passes_grid
 from qat.preparation.refusals import wrapped
-from qat.targets.profile import Operation
+from qat.quantizer.ties import Ties
+from qat.targets.profile import Operation, TieRule
 from qat.torch_internals import pytree
 
 LINEAR: dict[Operation, Calls] = {**JOINING, **AVERAGING, "matmul": PRODUCTS}
@@ -44,8 +45,8 @@ class IntegerStep:
 
     acc is what the operator makes of q - zero_point of its inputs, exactly: sum((q - zero_point) * weight) + bias of a
     layer, a fraction of an average; operands of a sum or concatenation have a multiplier each. `round` takes ties to
-    the even integer in torch, ONNX Runtime and XNNPACK; LiteRT's fixed point and all its averages take them away from
-    zero. Without a multiplier integers move (reshape, max pooling), or the step is in float.
+    the even integer in torch, ONNX Runtime and XNNPACK, and away from zero in LiteRT's fixed point; those of averages
+    fall as `ties` says. Without a multiplier integers move (reshape, max pooling), or the step is in float.
 
     Attributes:
         operator: "conv2d", "add", "avg_pool", "requantize", "clip"; or torch's name. "quantize" is clamp(round(x /
@@ -55,6 +56,8 @@ class IntegerStep:
         arrays: integers of a layer, as of `integer_weights`, where they have the name `layer`.
         grid: of the result; None if that is in float, of a layer acc * arrays.bias_scale.
         low, high: least and greatest integer of the result, also of a ReLU or ReLU6 behind it; values of a float.
+        ties: of integers k and k + 1 of an average for LiteRT: "up" to k + 1, "away" to k + 1 where k >= 0, else to k.
+            None: those of other averages are float32's of sum(q) / count * scale, on either side.
         multiplier, shift: int64 of 31 bits, and int64; (), or (output channels,), or (operands,).
         in_float: True if there is no integer arithmetic for it: the operator in float, of its inputs' values.
     """
@@ -67,6 +70,7 @@ class IntegerStep:
     grid: IntegerGrid | None = None
     low: float = -math.inf
     high: float = math.inf
+    ties: TieRule | None = None
     multiplier: Array | None = None
     shift: Array | None = None
     in_float: bool = False
@@ -128,6 +132,9 @@ class _Reader:
                 list(map(self.name, operands))
             elif isinstance(module, FrozenQuantizer):
                 self.quantize(node, module, operands[0])
+            elif isinstance(module, Ties):
+                made = self.waiting[operands[0]]
+                self.waiting[node] = made._replace(step=replace(made.step, ties=module.rule))
             elif isinstance(module, FrozenParameter):
                 ((_, arrays),) = arrays_of(module)
                 numbers = float(module.scale), int(module.zero_point)

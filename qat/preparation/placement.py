@@ -34,7 +34,7 @@ from qat.preparation.operations import (
 from qat.preparation.rewriting import fix, fixed_grid
 from qat.preparation.swapping import call_own_quantizers, drop_repeated
 from qat.quantizer import Quantizer, create_quantizer
-from qat.quantizer.ties import TiesAwayFromZero
+from qat.quantizer.ties import Ties
 from qat.recipe import ScopedRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
@@ -137,10 +137,7 @@ class Placement:
 
     def _ends_convolution(self, node: fx.Node) -> bool:
         # A conv -> ReLU that is not an output of the model, since integer kernels have no float result.
-        anchor = node
-        while is_relu(anchor, self.graph_module):
-            anchor = anchor.all_input_nodes[0]
-        module = submodule_of(self.graph_module, anchor)
+        module = submodule_of(self.graph_module, _before_relus(node, self.graph_module))
         ends = [reader for reader, _ in readings(node, self.graph_module)]
         followed = any(is_relu(reader, self.graph_module) or reader.op == "output" for reader in ends)
         return is_convolution(module) and bool(ends) and not followed
@@ -186,13 +183,14 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):
             _pass_input_quantizers(node, module, graph_module, recipe)
-        elif isinstance(module, Quantizer) and operation_of(source := node.args[0], graph_module, AVERAGING) in (
-            placement.profile.ties_away
-        ):
-            name = free_name(graph_module, f"{source.name}_ties")
-            graph_module.add_submodule(name, TiesAwayFromZero(module))
-            with graph_module.graph.inserting_before(node):
-                node.args = (graph_module.graph.call_module(name, (source,)),)
+        elif isinstance(module, Quantizer):
+            average = _before_relus(node.args[0], graph_module)
+            rule = placement.profile.ties.get(operation_of(average, graph_module, AVERAGING) or "")
+            if rule is not None:
+                name = free_name(graph_module, f"{average.name}_ties")
+                graph_module.add_submodule(name, Ties(module, rule))
+                with graph_module.graph.inserting_before(node):
+                    node.args = (graph_module.graph.call_module(name, node.args),)
     return compromises
 
 
@@ -215,6 +213,12 @@ def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement
 def _end_of_chain(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
     while len(node.users) == 1 and is_relu(reader := next(iter(node.users)), graph_module):
         node = reader
+    return node
+
+
+def _before_relus(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
+    while is_relu(node, graph_module):
+        node = node.all_input_nodes[0]
     return node
 
 

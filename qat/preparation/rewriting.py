@@ -4,19 +4,23 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.graph.in_place import Memory, written_by
-from qat.graph.nodes import FACTS, scope_of, submodule_of
-from qat.preparation.operations import NONLINEAR, operation_of
+from qat.graph.nodes import FACTS, is_call, scope_of, submodule_of
+from qat.preparation.operations import FLOAT_PRODUCTS, NONLINEAR, is_relu, operation_of, passes_grid
 from qat.preparation.replacements import SPLIT
 from qat.quantizer import Quantizer
 from qat.recipe import ScopedRecipe
 from qat.targets import TargetProfile
+from qat.torch_internals import AnyBatchNorm, AnyConvolution
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
-    """Take apart what the target computes in two operators: x * sigmoid(x).
+    """Take apart what a target computes in two operators, x * sigmoid(x), and clip before values are moved.
 
     The sigmoid gets a grid. A target with float arithmetic keeps the function whole for fewer than 8 bits, on which a
     sigmoid is coarse.
@@ -24,6 +28,7 @@ def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> No
     Where the target has no float arithmetic, the operand of every activation needs a grid too: one that is written over
     it, and whose write nothing else sees, becomes one that is not.
     """
+    _clip_before_moves(graph_module)
     profile, memory = recipe.profile, Memory(graph_module, graph_module.graph)
     splits = profile.quantizes_outputs or recipe.activation.bits >= 8
     for node in list(graph_module.graph.nodes):
@@ -56,6 +61,33 @@ def fix(graph_module: fx.GraphModule, name: str, grid: tuple[float, int] | None)
         quantizer.set_range(torch.tensor(low), torch.tensor(high))
         quantizer.is_fixed = True
         quantizer.freeze()
+
+
+def _clip_before_moves(graph_module: fx.GraphModule) -> None:
+    # relu(max_pool(conv(x))) is max_pool(relu(conv(x))), where kernels clip as they store and the grid is the clipped.
+    for node in list(graph_module.graph.nodes):
+        if not is_relu(node, graph_module) or len(node.all_input_nodes) != 1:
+            continue
+        source, (first,) = node.all_input_nodes[0], node.all_input_nodes
+        while passes_grid(source, graph_module) and len(source.users) == 1 and _commutes(source, node, graph_module):
+            first, source = source, source.args[0]
+        linear = isinstance(submodule_of(graph_module, source), AnyConvolution | nn.Linear | AnyBatchNorm)
+        if source is first or len(source.users) > 1 or not (linear or source.target in FLOAT_PRODUCTS):
+            continue
+        last = node.all_input_nodes[0]
+        node.replace_all_uses_with(last)
+        node.replace_input_with(last, source)
+        first.replace_input_with(source, node)
+        source.append(node)
+        node.meta[FACTS] = source.meta[FACTS]
+
+
+def _commutes(move: fx.Node, clip: fx.Node, graph_module: fx.GraphModule) -> bool:
+    # A ReLU keeps 0 and a factor of dropout, which bounds do not.
+    clips_below_zero = is_call(clip, (nn.ReLU,), {F.relu, F.relu_, torch.relu}, {"relu", "relu_"}, graph_module)
+    alpha = isinstance(submodule_of(graph_module, move), nn.AlphaDropout)
+    changes = is_call(move, DROPOUTS, {F.dropout, F.pad}, set(), graph_module)
+    return not alpha and (clips_below_zero or not changes)
 
 
 def _split(node: fx.Node, x: Any) -> None:

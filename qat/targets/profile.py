@@ -15,6 +15,9 @@ Operation = Literal[
 """Operations between layers, with one name for module, function and method. Operations that only move values (reshape,
 permute, slice, pad with zeros, nearest interpolation) are not listed: no target requantizes them."""
 
+TieRule = Literal["away", "up"]
+"""How a tie of stored integers k and k + 1 is rounded: to k + 1, with "away" to k where k < 0."""
+
 
 @dataclass(frozen=True)
 class GridLimits:
@@ -71,7 +74,7 @@ class TargetProfile:
             keep to it, and have the bits of `activation`.
         split_operations: operations that it computes faster in two steps, each with a grid: silu(x) = x * sigmoid(x).
             Where it could compute them in float, 8 bits alone are split.
-        ties_away: operations of `shared_grids` whose kernels round ties away from the integer 0, not to the even one.
+        ties: how kernels round ties of averages on a shared grid. Others divide in float32, on either side.
         file: what its models are written to; `prepare` warns of what `export_litert` would refuse.
 
     >>> from qat.targets import profile_of
@@ -91,7 +94,7 @@ class TargetProfile:
     float_biases: bool = False
     fixed_grids: Mapping[Operation, tuple[float, int]] = field(default_factory=dict, hash=False)
     split_operations: frozenset[Operation] = frozenset()
-    ties_away: frozenset[Operation] = frozenset()
+    ties: Mapping[Operation, TieRule] = field(default_factory=dict, hash=False)
     file: Literal["onnx", "tflite"] = "onnx"
 
     def __post_init__(self) -> None:

@@ -249,12 +249,13 @@ _LITERT = replace(
         "sigmoid": _PROBABILITY, "softmax": _PROBABILITY, "hardsigmoid": _PROBABILITY, "tanh": (1 / 128, 0),
     },
     split_operations=frozenset({"silu"}),
-    ties_away=frozenset({"avg_pool"}),
+    ties={"avg_pool": "away", "interpolate": "up"},
     file="tflite",
     reasons={
         **_INTEGER_ONLY.reasons,
         "fixed_grids": Reason("the kernels of LOGISTIC, SOFTMAX and TANH check the grid of their result", _TFLITE),
-        "ties_away": Reason("AVERAGE_POOL_2D adds half of the count to a sum, or takes it off below 0", _TFLITE),
+        "ties": Reason("AVERAGE_POOL_2D adds half of the count to a sum, or takes it off below 0; XNNPACK resizes in 22 "
+                       "bits, and adds a half", _TFLITE),
         "split_operations": Reason("it has no operator for SiLU, but LOGISTIC and MUL"),
     },
 )  # fmt: skip

@@ -96,8 +96,8 @@ class Geometry(NamedTuple):
             return f"float is faster for sums of fewer than {fewest} products, here {inputs}"
         if x is None:
             return None
-        if self.misses(x, weight):
-            return "a window of it lies in the padding alone, which oneDNN sums up wrongly"
+        if (wrong := self.errs(x, weight)) is not None:
+            return f"{wrong}, which oneDNN sums up wrongly"
         size, smallest = math.prod(x) * copies, SMALLEST_IN_GROUPS if kind == "grouped" else 0
         if kind == "depthwise":
             smallest = SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE
@@ -123,17 +123,20 @@ class Geometry(NamedTuple):
         kind = self.kind(weight)
         return kind is not None and onednn.are_exact(kind)
 
-    def misses(self, x: torch.Size, weight: torch.Size) -> bool:
-        """Return True if a window reads nothing but padding."""
-        axes = zip(x[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True) if self.stride else ()
-        for size, kernel, step, pad, spread in axes:
+    def errs(self, x: torch.Size, weight: torch.Size) -> str | None:
+        """Return what of this size oneDNN's integer convolution sums up wrongly, or None."""
+        if not self.stride:
+            return None
+        for size, kernel, step, pad, spread in zip(
+            x[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True
+        ):
             reach = spread * (kernel - 1) + 1
-            if pad >= reach:
-                return True
-            firsts = range(-pad, size + pad - reach + 1, step) if spread > size else ()  # only then may it step over
-            if any(all(not 0 <= at < size for at in range(first, first + reach, spread)) for first in firsts):
-                return True
-        return False
+            firsts = range(-pad, size + pad - reach + 1, step)
+            stepped = firsts if spread > size else ()  # only then may it step over all of it
+            if pad >= reach or any(all(not 0 <= at < size for at in range(i, i + reach, spread)) for i in stepped):
+                return "a window of it lies in the padding alone"
+        # with AMX mostly, and now and then with AVX-512 and AVX2 (torch 2.15)
+        return "its result is one column, by wider steps" if len(firsts) == 1 and step > 1 and kernel > 1 else None
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product in float."""
