@@ -26,19 +26,22 @@ def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> No
     sigmoid is coarse.
 
     Where the target has no float arithmetic, the operand of every activation needs a grid too: one that is written over
-    it, and whose write nothing else sees, becomes one that is not.
+    it, and whose write nothing else sees, becomes one that is not. So does one behind a BatchNorm, which becomes a part
+    of a layer: torch lets nobody write over the result of a layer with a backward hook.
     """
     _clip_before_moves(graph_module)
     profile, memory = recipe.profile, Memory(graph_module, graph_module.graph)
     splits = profile.quantizes_outputs or recipe.activation.bits >= 8
     for node in list(graph_module.graph.nodes):
-        operation = operation_of(node, graph_module, NONLINEAR)
-        if operation is None or (written_by(node, graph_module) is not None and not memory.is_unseen(node)):
+        operation, written = operation_of(node, graph_module, NONLINEAR), written_by(node, graph_module)
+        behind_norm = written is not None and isinstance(submodule_of(graph_module, written), AnyBatchNorm)
+        calls = [each for each in memory.written if each.op == "call_module" and each.target == node.target]
+        if written is not None and not all(map(memory.is_unseen, {node, *calls})):
             continue
         module: Any = submodule_of(graph_module, node)
         if operation == "silu" and operation in profile.split_operations and splits:
             _split(node, node.args[0] if node.args else node.kwargs["input"])
-        elif not profile.quantizes_outputs:
+        elif not behind_norm and (operation is None or not profile.quantizes_outputs):
             continue
         elif getattr(module, "inplace", False):
             module.inplace = False
