@@ -278,9 +278,9 @@ MOVING = frozenset(getattr(aten, name) for name in _MOVING)
 
 
 def moves_values(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether every value of the result is one of the first argument's values, or 0, which is on every grid."""
+    """Whether every value of the result is one of the first argument's values, or 0, which is on every grid, or -inf."""
     if operator is aten.constant_pad_nd:
-        return bool((args[2] if len(args) > 2 else kwargs.get("value", 0)) == 0)
+        return bool((args[2] if len(args) > 2 else kwargs.get("value", 0)) in (0, -math.inf))
     return operator in MOVING
 
 

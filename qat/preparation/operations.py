@@ -1,5 +1,6 @@
 """The tables behind placement: which operations pass a grid on, or compute on it."""
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -13,10 +14,12 @@ from qat.graph.nodes import FACTS, WRITTEN_LATER, dimensions, given_by_name, is_
 from qat.quantizer import Quantizer
 from qat.targets.profile import Operation
 
+MAX_POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+MAX_POOLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d}
 PASSING_MODULES = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
-    nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-    nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle,
+    *MAX_POOL_MODULES, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Flatten, nn.Unflatten,
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ChannelShuffle,
+    nn.PixelShuffle, nn.PixelUnshuffle,
 )  # fmt: skip
 MOVING_FUNCTIONS = {
     torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.chunk,
@@ -25,9 +28,7 @@ MOVING_FUNCTIONS = {
 }  # fmt: skip
 """Functions that know nothing of values, and move bytes as well."""
 
-PASSING_FUNCTIONS = {
-    F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d, F.dropout, *MOVING_FUNCTIONS,
-}  # fmt: skip
+PASSING_FUNCTIONS = {*MAX_POOLS, F.adaptive_max_pool2d, F.dropout, *MOVING_FUNCTIONS}
 PASSING_METHODS = {
     "flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "chunk", "split",
     "expand", "clone", "t", "unflatten", "swapaxes", "roll", "repeat", "select", "narrow", "movedim",
@@ -114,7 +115,7 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     if node.meta.get(WRITTEN_LATER):
         return False
     if node.target is F.pad:
-        return _pads_with_zero(node)
+        return _keeps_grid(node, graph_module)
     clones = node.target == "clone" or node.target is torch.clone
     if clones and any(written_by(user, graph_module) is node for user in node.users):
         return False  # the clone becomes a different tensor
@@ -136,8 +137,10 @@ def is_split(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     return is_call(node, *SPLITTING, graph_module) and all(pieces)
 
 
-def _pads_with_zero(node: fx.Node) -> bool:
-    arguments = given_by_name(node, ("input", "pad", "mode", "value"))
+def _keeps_grid(pad: fx.Node, graph_module: fx.GraphModule) -> bool:
+    arguments = given_by_name(pad, ("input", "pad", "mode", "value"))
+    if arguments.get("value") == -math.inf:  # which no maximum chooses
+        return all(is_call(user, MAX_POOL_MODULES, MAX_POOLS, (), graph_module) for user in pad.users)
     # other modes than "constant" copy the input's values, which lie on its grid
     return bool(arguments.get("mode", "constant") != "constant" or arguments.get("value") in (None, 0, 0.0))
 

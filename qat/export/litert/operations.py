@@ -273,22 +273,23 @@ def transposition(writer: Writer, shape: Shape, x: object, first: int, second: i
 def zero_margins(
     writer: Writer, shape: Shape, x: object, margins: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Result:
-    """Write PAD with zeros, which later bounds clip as well."""
-    if mode != "constant" or value:
-        raise UnwritableError(f"padding with {value or mode} is not written; only 0 lies on every grid")
+    """Write PAD with zeros, which later bounds clip as well, or with the lowest integer for -inf."""
+    code = LOWEST if value == -math.inf else None
+    if mode != "constant" or (value and code is None):
+        raise UnwritableError(f"padding with {value or mode} is not written; only 0 and -inf lie on every grid")
     # torch lists the margins of the last axis first.
     pairs = [(0, 0)] * (len(shape) - len(margins) // 2) + list(zip(margins[-2::-2], margins[-1::-2], strict=True))
     stored = [pairs[axis] for axis in layout(len(shape))]
     if not isinstance(x, Pending):
-        return pad(writer, writer.coded(x, "a view"), stored)
+        return pad(writer, writer.coded(x, "a view"), stored, code)
     inner = x
 
     def emit(grid: Grid, low: float, high: float) -> Coded:
         if low <= 0 <= high:
-            return pad(writer, inner.emit(grid, max(low, inner.low), min(high, inner.high)), stored)
+            return pad(writer, inner.emit(grid, max(low, inner.low), min(high, inner.high)), stored, code)
         if grid is FLOAT:
             raise UnwritableError("its bounds leave out the 0 of a margin")
-        made = pad(writer, inner.emit(grid, inner.low, inner.high), stored)
+        made = pad(writer, inner.emit(grid, inner.low, inner.high), stored, code)
         return writer.clipped(made, grid.code(low), grid.code(high), (LOWEST, HIGHEST))
 
     return Pending(emit, inner.operation)

@@ -188,6 +188,12 @@ OTHERS = {
     "one output": nn.Sequential(nn.AvgPool2d(3, 2, 1), nn.Flatten(), nn.Linear(100, 1)),
     "joined on other grids": nn.Sequential(Lambda(lambda a, b: F.relu(torch.cat([a + b, a - b], 1)), 16),
                                            nn.AvgPool2d(3), nn.Flatten(), nn.Linear(54, 5)),
+    "a bound leaves out the 0 of a margin": nn.Sequential(nn.Conv2d(4, 4, 1), nn.ZeroPad2d(1), nn.Hardtanh(0.5, 2.0),
+                                                          nn.Conv2d(4, 4, 1)),
+    "a pool before its activation": nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(4, 4, 1)),
+    "margins that no maximum chooses (point 91)": Lambda(
+        lambda a, _: F.max_pool2d(F.pad(a, (0, 1, 0, 1), value=-torch.inf), 3, 2)
+    ),
     "one operand twice": Lambda(lambda a, b: F.relu(a + a) + b * b),
     "a clip of codes": Lambda(lambda a, b: F.relu6(b) + a * b),
     "a bound between two levels": Lambda(lambda a, b: F.hardtanh(b) + a * b),
