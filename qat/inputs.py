@@ -139,7 +139,7 @@ def run_batch(caller: str, model: nn.Module, inputs: object) -> Any:
         # The RuntimeError of a tensor of floats says enough, and so does an error of the caller's own.
         if alone and (isinstance(error, RuntimeError) or str(error).startswith(caller)):
             raise
-        form = "((x, y), labels) is a batch of two inputs, ([x, y], labels) of one that is a list" * alone
+        form = "((x, y), labels) is a batch of two inputs, ([x, y], labels) of one that is a list" * isinstance(inputs, Tensor)
         raise does_not_run(caller, model, f"a batch of {described(inputs)}", error, form) from error
 
 

@@ -134,9 +134,12 @@ def why_not_exported(
     """Explain a failed export: the model does not run at all, or torch's reason."""
     try:
         with evaluating(model), torch.no_grad():
-            call_model(model, example_inputs)
+            result = call_model(model, example_inputs)
     except Exception as failure:  # of the user's own code
         return does_not_run(caller, model, f"the example_inputs {described(example_inputs)}", failure)
+    others = [each for each in pytree.tree_leaves(result) if not isinstance(each, Tensor) and each is not None]
+    if others:
+        return ValueError(f"{caller}: {type(model).__name__} returns {others[0]!r} beside tensors, which no file holds")
     first: BaseException = error  # the last one is torch.onnx's, several lines about how to ask for help
     while first.__cause__ is not None:
         first = first.__cause__

@@ -27,6 +27,8 @@ def test_what_torch_cannot_export_is_one_line_of_its_reason(tmp_path: Path) -> N
     model = quantized(net(lambda self, x: torch.linalg.eigvals(self.a(x).mT @ self.a(x)).real), X)
     with pytest.raises(ValueError, match=r"^export_onnx: torch.onnx cannot export Plain: [^\n\x1b]*eig[^\n\x1b]*$"):
         qat.export_onnx(model, tmp_path / "x.onnx", X)
+    with refused("export_onnx: Plain returns 3 beside tensors, which no file holds"):
+        qat.export_onnx(quantized(net(lambda self, x: {"y": self.a(x), "n": 3}), X), tmp_path / "x.onnx", X)
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel, torch.compile])
