@@ -101,8 +101,10 @@ NONLINEAR: dict[Operation, Calls] = {
 """Operations in float between integers, unless the target has no float arithmetic."""
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6, nn.Hardtanh)
-RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, F.relu6, F.hardtanh, torch.clamp}
-RELU_METHODS = {"relu", "relu_", "clamp", "clamp_"}
+RELU_FUNCTIONS = {
+    F.relu, F.relu_, torch.relu, F.relu6, F.hardtanh, torch.clamp, torch.clip, torch.clamp_min, torch.clamp_max,
+}  # fmt: skip
+RELU_METHODS = {"relu", "relu_", "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max"}
 
 
 def is_relu(node: fx.Node, graph_module: fx.GraphModule) -> bool:
