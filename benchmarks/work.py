@@ -278,7 +278,7 @@ MOVING = frozenset(getattr(aten, name) for name in _MOVING)
 
 
 def moves_values(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether every value of the result is one of the first argument's values, or 0, which is on every grid, or -inf."""
+    """Whether every value of the result is one of the first argument's, or 0 or -inf, which no grid minds."""
     if operator is aten.constant_pad_nd:
         return bool((args[2] if len(args) > 2 else kwargs.get("value", 0)) in (0, -math.inf))
     return operator in MOVING

@@ -135,11 +135,11 @@ def run_batch(caller: str, model: nn.Module, inputs: object) -> Any:
     try:
         return call_model(model, copied(inputs))
     except Exception as error:  # from the user's own code
-        alone = isinstance(inputs, Tensor) and inputs.is_floating_point()
-        # The RuntimeError of a tensor of floats says enough, and so does an error of the caller's own.
-        if alone and (isinstance(error, RuntimeError) or str(error).startswith(caller)):
-            raise
-        form = "((x, y), labels) is a batch of two inputs, ([x, y], labels) of one that is a list" * isinstance(inputs, Tensor)
+        told = isinstance(error, RuntimeError) or str(error).startswith(caller)
+        if told and isinstance(inputs, Tensor) and inputs.is_floating_point():
+            raise  # it says enough of a tensor of floats
+        alone = isinstance(inputs, Tensor)
+        form = "((x, y), labels) is a batch of two inputs, ([x, y], labels) of one that is a list" * alone
         raise does_not_run(caller, model, f"a batch of {described(inputs)}", error, form) from error
 
 

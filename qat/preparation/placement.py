@@ -185,8 +185,8 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
             _pass_input_quantizers(node, module, graph_module, recipe)
         elif isinstance(module, Quantizer):
             average = _before_relus(node.args[0], graph_module)
-            rule = placement.profile.ties.get(operation_of(average, graph_module, AVERAGING) or "")
-            if rule is not None:
+            kind = operation_of(average, graph_module, AVERAGING)
+            if kind is not None and (rule := placement.profile.ties.get(kind)) is not None:
                 name = free_name(graph_module, f"{average.name}_ties")
                 graph_module.add_submodule(name, Ties(module, rule))
                 with graph_module.graph.inserting_before(node):

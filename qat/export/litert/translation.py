@@ -92,7 +92,9 @@ HANDLERS: dict[object, Callable[..., of.Result | list[Coded]]] = {
     aten.cat.default: of.concatenation,
     aten.permute.default: of.permutation,
     aten.transpose.int: of.transposition,
-    aten.constant_pad_nd.default: lambda *args: of.zero_margins(*args[:4], "constant", *args[4:]),
+    aten.constant_pad_nd.default: lambda writer, shape, x, margins, value=0: of.zero_margins(
+        writer, shape, x, margins, "constant", value
+    ),
     aten.pad.default: of.zero_margins,
     aten.slice.Tensor: of.part,
     aten.select.int: of.chosen,
