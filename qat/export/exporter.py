@@ -11,7 +11,7 @@ from torch import nn
 from qat.analysis.table import float_results, said_of
 from qat.contexts import in_full_precision
 from qat.export.checks import check_exportable, check_new_file, frozen_for, warn_of_hooks, why_not_exported
-from qat.export.onnx.formats import as_json, pack_weights, save, store_once, take_pixels, to_qonnx, to_qoperator
+from qat.export.onnx.formats import as_json, pack_weights, save, store_once, take_pixels, to_qonnx
 from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import PLACES, Axes, export_program, fix_sizes, larger, name_outputs, refuse_lost_options
@@ -27,7 +27,7 @@ from qat.preparation.report import PROFILE
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-Format = Literal["qdq", "qoperator", "qonnx"]
+Format = Literal["qdq", "qonnx"]
 
 
 @in_full_precision
@@ -68,9 +68,8 @@ def export_onnx(
         exact_sums: add in float32, as torch does, wherever a quantizer reads a sum. ONNX Runtime's integer sum gives
             about one integer of 100,000 the neighbour, near a tie, which can turn a prediction that is nearly a tie
             itself. Sums that end on fewer than 8 bits are always exact.
-        format: "qdq" is that form. "qoperator" has ONNX's operators of integers, QLinearConv and MatMulInteger; sums,
-            averages and curves stay in that form. "qonnx" is for FPGAs (FINN, hls4ml): floats, and a `Quant` of the
-            domain qonnx.custom_op.general on every grid; the package qonnx runs it, ONNX Runtime does not.
+        format: "qdq" is that form. "qonnx" is for FPGAs (FINN, hls4ml): floats, and a `Quant` of the domain
+            qonnx.custom_op.general on every grid; the package qonnx runs it, ONNX Runtime does not.
         packed: store integers of at most 4 bits in 4-bit containers (opset 21), from which a Cast makes the 8 bits of
             the kernels when a runtime loads the file: ONNX Runtime is as fast with them. False for a runtime that does
             not read INT4; an opset below 21 has none. Opset 25 has containers of 2 bits too.
@@ -114,10 +113,8 @@ def export_onnx(
         add_exactly(proto, everywhere=exact_sums)
         fold_clips(proto, of_floats=float_biases)
         add_barriers(proto)
-    if format == "qoperator":
-        to_qoperator(proto)
-    if format != "qonnx" and not float_biases:  # TensorRT and FINN look for weights among the initializers
-        store_once(proto)
+        if not float_biases:  # TensorRT looks for weights among the initializers
+            store_once(proto)
     if packed and not float_biases:
         pack_weights(proto, opset)
     strip_traces(proto.graph)

@@ -171,12 +171,8 @@ def test_export_writes_the_same_integers_again_and_proves_them(pets: Path, verb:
         "height",
         "width",
     ]
-    for kind, said in (
-        ("qoperator", "100.00 % equal predictions"),
-        ("qonnx", "not proven: ONNX Runtime has no operator"),
-    ):
-        status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / f"{kind}.onnx"), "--format", kind)
-        assert status == 0 and said in out, err
+    status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "qonnx.onnx"), "--format", "qonnx")
+    assert status == 0 and "not proven: ONNX Runtime has no operator" in out, err
     status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "again.onnx"))
     assert status == 0 and "100.00 % equal predictions" in out, err
     first, second = (onnx.load(path) for path in (pets / "runs" / "pets" / "model.onnx", tmp_path / "again.onnx"))

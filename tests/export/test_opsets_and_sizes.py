@@ -38,7 +38,7 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize(("opset", "format"), [
-    *((opset, "qdq") for opset in (13, 14, 15, 16, 17, 18, 25)), (13, "qoperator"), (17, "qoperator"), (13, "qonnx"),
+    *((opset, "qdq") for opset in (13, 14, 15, 16, 17, 18, 25)), (13, "qonnx"),
 ])  # fmt: skip
 def test_older_opsets_compute_the_same_integers(opset: int, format: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.onnx"
@@ -51,8 +51,7 @@ def test_older_opsets_compute_the_same_integers(opset: int, format: Any, tmp_pat
     onnx.checker.check_model(proto, full_check=True)
     assert verify_onnx(path, net(), [IMAGES]).max_difference < 1e-5
     assert optimized_operators(path)["QLinearConv"] == 3
-    if format == "qdq":
-        assert not any(layer.beyond_ties for layer in compare_layers(path, net(), IMAGES))
+    assert not any(layer.beyond_ties for layer in compare_layers(path, net(), IMAGES))
 
 
 def test_operators_without_older_ones_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Forms of an exported file: QOperator, QONNX, pixels, small containers; saving."""
+"""Forms of an exported file: QONNX, pixels, small containers; saving."""
 
 from __future__ import annotations
 
@@ -10,22 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qat.atomic_write import atomic_write
-from qat.export.onnx.graph import (
-    Array,
-    Edges,
-    attributes,
-    copy_of,
-    drop_unread,
-    ends_within,
-    insert,
-    rename_inputs,
-    store,
-    unused_name,
-)
-from qat.export.onnx.saturation import PASSING
+from qat.export.onnx.graph import Array, Edges, attributes, drop_unread, insert, rename_inputs, store, unused_name
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from onnx import GraphProto, ModelProto, NodeProto
 
 QONNX_DOMAIN = "qonnx.custom_op.general"
@@ -34,8 +21,8 @@ QONNX_DOMAIN = "qonnx.custom_op.general"
 PIXELS = "pixels"
 """Name of the input of a file that normalises uint8 images (N, H, W, 3) itself."""
 
-READERS = {"DequantizeLinear": 0, "Gather": 0, "GatherND": 0, "QLinearConv": 3, "MatMulInteger": 1}
-"""Operators that read the stored integers of a weight or a table, and the operand that reads them."""
+READERS = ("DequantizeLinear", "Gather", "GatherND")
+"""Operators whose first operand is the stored integers of a weight or a table."""
 
 PACKED = "{}.packed"
 """Name of an initializer in a smaller container; behind the Cast the integers keep their name."""
@@ -51,106 +38,6 @@ MOST_BYTES = 2**31 - 2**26
 
 LEAST_BYTES, PAGE = 1024, 4096
 """Initializers from so many bytes on go to the second file; each begins at a page, which a runtime can map."""
-
-
-def to_qoperator(proto: ModelProto) -> None:
-    """Write convolutions as QLinearConv, and products of matrices as MatMulInteger.
-
-    The standard has no others: sums, averages and curves stay between DequantizeLinear and QuantizeLinear, and so do
-    convolutions whose result no quantizer reads, or one of another type than their input's. A product of matrices adds
-    its int32 bias to integers, and becomes float by one factor for each column. QLinearMatMul has none.
-
-    Args:
-        proto: an exported file, before its weights are packed; it is changed.
-    """
-    graph = proto.graph
-    _dequantize_later(graph)
-    edges = Edges(graph)
-    for node in list(graph.node):
-        if node.op_type == "Conv":
-            _convolution(node, edges)
-        elif node.op_type in ("MatMul", "Gemm"):
-            _matrix_product(graph, node, edges)
-    drop_unread(graph)
-
-
-def _dequantized(name: str, edges: Edges, constant: npt.DTypeLike | None = None) -> NodeProto | None:
-    # The DequantizeLinear that makes a tensor: of constants of this type, or of an activation with a single scale.
-    node = edges.maker(name, "DequantizeLinear")
-    if node is None:
-        return None
-    if node.input[0] in edges.stored:
-        return node if edges.stored[node.input[0]].dtype == constant else None
-    grid = edges.pair(node)
-    return node if constant is None and grid is not None and grid[0].size == 1 else None
-
-
-def _dequantize_later(graph: GraphProto) -> None:
-    # QLinearConv reads integers: a DequantizeLinear in front of operators that only move values goes behind them.
-    edges = Edges(graph)
-    for node in list(graph.node):
-        before = _dequantized(node.input[0], edges) if node.op_type in PASSING else None
-        if before is not None:
-            after = copy_of(before)
-            after.name, after.output[0] = f"{node.output[0]}.dequantized", node.output[0]
-            node.input[0], node.output[0] = before.input[0], f"{node.output[0]}.integers"
-            after.input[0] = node.output[0]
-            insert(graph, list(graph.node).index(node) + 1, after)
-            edges.made[after.output[0]] = after
-
-
-def _convolution(node: NodeProto, edges: Edges) -> None:
-    # The quantizer behind a convolution becomes the QLinearConv of both; a Clip that changes nothing falls away.
-    x, weight = _dequantized(node.input[0], edges), _dequantized(node.input[1], edges, np.int8)
-    biases = [_dequantized(name, edges, np.int32) for name in node.input[2:3]]
-    behind = edges.reader(node.output[0])
-    limits = edges.limits(behind) if behind is not None else None
-    quantizer = edges.reader(behind.output[0]) if behind is not None and limits else behind
-    if x is None or weight is None or None in biases or quantizer is None or quantizer.op_type != "QuantizeLinear":
-        return
-    grid = edges.pair(quantizer)
-    types = {edges.stored[node.input[2]].dtype for node in (x, quantizer)}  # ONNX Runtime has no kernel for two
-    if grid is None or len(types) > 1 or (limits and not ends_within(limits, grid)):
-        return
-    quantizer.op_type, quantizer.name = "QLinearConv", weight.name
-    quantizer.input[:] = [*x.input, *weight.input, *quantizer.input[1:3], *(bias.input[0] for bias in biases if bias)]
-    del quantizer.attribute[:]
-    quantizer.attribute.extend(node.attribute)
-
-
-def _matrix_product(graph: GraphProto, node: NodeProto, edges: Edges) -> None:
-    # It becomes MatMulInteger, the Add of its bias in int32, and a Mul by the product of both scales.
-    from onnx import TensorProto, helper
-
-    source, turned = node.input[1], bool(attributes(node).get("transB"))
-    if (between := edges.maker(source, "Transpose")) is not None:
-        source, turned = between.input[0], True
-    x, other = (_dequantized(each, edges) for each in node.input[:2])
-    weight = _dequantized(source, edges, np.int8)
-    behind = edges.reader(node.output[0])
-    adding = behind if behind is not None and behind.op_type == "Add" and node.op_type == "MatMul" else node
-    bias = next((found for name in adding.input if (found := _dequantized(name, edges, np.int32))), None)
-    last = node if bias is None else adding
-    if x is None or (other is None and weight is None) or (node.op_type == "Gemm" and None in (weight, bias)):
-        return
-    second = other or weight
-    assert second is not None
-    codes, zeros = second.input[0], [x.input[2], *(second.input[2:3] if other is not None else ())]
-    if other is None:  # a stored weight: MatMulInteger has no transposition
-        array: Array = edges.stored[codes]
-        codes = unused_name(graph, f"{codes}.columns")  # one for each product, as in `own_initializers`
-        store(graph, codes, np.ascontiguousarray(array.T if turned else array))
-    name = last.output[0]
-    factor = np.asarray(edges.stored[x.input[1]] * edges.stored[second.input[1]], np.float32)
-    steps = [helper.make_node("MatMulInteger", [x.input[0], codes, *zeros], [f"{name}.sums"])]
-    if bias is not None:
-        steps.append(helper.make_node("Add", [f"{name}.sums", bias.input[0]], [f"{name}.biased"]))
-    steps.append(helper.make_node("Cast", [steps[-1].output[0]], [f"{name}.float"], to=TensorProto.FLOAT))
-    steps[0].name = f"{weight.name if weight is not None else 'product'} in {name}"
-    insert(graph, list(graph.node).index(last), *steps)
-    last.op_type = "Mul"
-    last.input[:] = [f"{name}.float", store(graph, f"{name}.factor", factor)]
-    del last.attribute[:]
 
 
 def to_qonnx(proto: ModelProto) -> None:
@@ -290,7 +177,7 @@ def pack_weights(proto: ModelProto, opset: int) -> None:
     """
     from onnx import TensorProto, helper, numpy_helper
 
-    read = {node.input[READERS[node.op_type]] for node in proto.graph.node if node.op_type in READERS}
+    read = {node.input[0] for node in proto.graph.node if node.op_type in READERS}
     unpacking: list[NodeProto] = []
     for tensor in list(proto.graph.initializer):
         if tensor.name not in read or tensor.data_type not in (TensorProto.INT8, TensorProto.UINT8):

@@ -52,16 +52,14 @@ CHANNEL_AXIS = {"Conv": 0, "Gemm": -1, "MatMul": -1}
 missing: ONNX Runtime computes it in float."""
 
 INTEGER_PRODUCTS = {"QLinearConv": (3, 0), "MatMulInteger": (1, -1)}
-"""Operators of the format QOperator: which operand is the weight, and the axis that holds the output channels."""
+"""Operators of integers in files of other tools: which operand is the weight, and the axis of the output channels."""
 
 PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Identity")
 """Operators of one operand whose results are some of its integers."""
 
 
 def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
-    """Find every product of uint8 by int8 in a file of `export_onnx`, each layer once.
-
-    In files of the format QOperator it finds those with a stored weight, in QONNX none.
+    """Find every product of uint8 by int8 in a file of `export_onnx`, each layer once; in QONNX none.
 
     Args:
         path: the file.
@@ -79,7 +77,7 @@ def saturation_of(graph: GraphProto) -> list[Saturation]:
         layer, rows = "", None
         if node.op_type in INTEGER_PRODUCTS:
             place, axis = INTEGER_PRODUCTS[node.op_type]
-            layer, first = node.name.rpartition(".weight")[0], node  # it reads the integers itself
+            layer, first = node.name, node  # it reads the integers itself
             rows = _channels(edges.stored.get(node.input[place]), axis)
         elif node.op_type in CHANNEL_AXIS:
             first, second = (edges.made.get(edges.source(name, PASSING)) for name in node.input[:2])

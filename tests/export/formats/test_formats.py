@@ -1,7 +1,6 @@
-"""The formats of a file, and every width in the default one: QOperator has its integers, QONNX the model's values."""
+"""The formats of a file, and every width in the default one: QONNX has the model's values."""
 
 import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,19 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 import qat
-from qat.export import compare_layers, find_saturation, verify_onnx
-from qat.export.onnxruntime.session import open_session, run_session
+from qat.export import compare_layers, verify_onnx
 from tests.export.test_export import Small
 from tests.export.test_export_layers import quantized
-from tests.export.test_export_models import MODELS
 from tests.references.prepared_case import Plain
 
-# Weights, activations, and how many of three convolutions are QLinearConv: int8 does not end where ReLU6 does, and 4
-# bits in int8 meet the 8 bits of sums in uint8.
-GRIDS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
-    ({"bits": 8}, {"bits": 8}, 3),
-    ({"bits": 4}, {"bits": 4, "signed": True, "symmetric": True}, 0),
-    ({"bits": 2, "granularity": "tensor"}, {"bits": 3, "signed": True, "symmetric": False}, 3),
-    ({"bits": 1, "rule": "binary"}, {"bits": 8, "signed": True, "symmetric": True}, 1),
+GRIDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of weights and activations
+    ({"bits": 8}, {"bits": 8}),
+    ({"bits": 4}, {"bits": 4, "signed": True, "symmetric": True}),
+    ({"bits": 2, "granularity": "tensor"}, {"bits": 3, "signed": True, "symmetric": False}),
+    ({"bits": 1, "rule": "binary"}, {"bits": 8, "signed": True, "symmetric": True}),
 ]
 
 
@@ -56,36 +50,7 @@ def prepared(weight: dict[str, Any], activation: dict[str, Any]) -> tuple[Any, T
     return quantized(Mixed(), x, qat.QuantRecipe(weight, activation)), x
 
 
-def integers_of(path: Path, names: list[str], x: Tensor) -> list[Tensor]:
-    proto = onnx.load(path)
-    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names)
-    return run_session(open_session(path, content=proto.SerializeToString()), x)
-
-
-@pytest.mark.parametrize(("weight", "activation", "integer"), GRIDS, ids=str)
-def test_qoperator_has_the_same_integers(weight, activation, integer, tmp_path):
-    """In ONNX Runtime those of the default format, and in onnx's own evaluator the model's answers."""
-    model, x = prepared(weight, activation)
-    plain, path = tmp_path / "plain.onnx", tmp_path / "qoperator.onnx"
-    qat.export_onnx(model, plain, x)
-    qat.export_onnx(model, path, x, format="qoperator")
-    operators = Counter(node.op_type for node in onnx.load(path).graph.node)
-    assert (operators["Conv"], operators["QLinearConv"], operators["MatMulInteger"]) == (3 - integer, integer, 5)
-    assert not {"Gemm", "MatMul"} & set(operators)
-    assert verify_onnx(path, model, [x]).agreement == 1
-    layers = compare_layers(path, model, x)
-    assert not any(layer.beyond_ties for layer in layers)
-    names = [layer.name for layer in layers]
-    both = [integers_of(each, names, x) for each in (plain, path)]
-    assert sum(int((a != b).sum()) for a, b in zip(*both, strict=True)) == 0
-    sums = [{each.layer: each for each in find_saturation(file)} for file in (plain, path)]
-    stored = {"stem", "conv", "down", "first", "keys", "head"}
-    assert stored <= set(sums[1]) and all(sums[0][name] == sums[1][name] for name in stored)
-    (answer,) = ReferenceEvaluator(str(path)).run(None, {"x": x.numpy()})
-    assert np.array_equal(answer.argmax(1), both[0][0].numpy().argmax(1))
-
-
-@pytest.mark.parametrize(("weight", "activation"), [grids[:2] for grids in GRIDS], ids=str)
+@pytest.mark.parametrize(("weight", "activation"), GRIDS, ids=str)
 def test_qonnx_has_the_same_values(weight, activation, tmp_path, monkeypatch):
     """As the package qonnx computes them; BipolarQuant is the operator of binary weights."""
     pytest.importorskip("qonnx")
@@ -110,23 +75,11 @@ def test_qonnx_has_the_same_values(weight, activation, tmp_path, monkeypatch):
     assert np.allclose(answer, expected, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MODELS)
-def test_qoperator_of_other_models(case: str, tmp_path: Path) -> None:
-    """Attention, look-ups, weights that are shared or read by functions, constants."""
-    forward, parts, x = MODELS[case]
-    path, model = tmp_path / "x.onnx", quantized(Plain(forward, **parts), {"x": x})
-    qat.export_onnx(model, path, x, format="qoperator")
-    assert verify_onnx(path, model, [x]).agreement == 1
-    for optimize in (True, False):
-        assert not any(layer.beyond_ties for layer in compare_layers(path, model, x, optimize))
-
-
 def test_a_grid_of_parts_of_bits_is_no_quant(tmp_path: Path) -> None:
     model, x = prepared({"bits": 8}, {"bits": 8, "max_magnitude": 64, "signed": True, "symmetric": True})
     with pytest.raises(ValueError, match=r"'input_quantizer' has the integers -64 to 64; QONNX has whole bits alone"):
         qat.export_onnx(model, tmp_path / "x.onnx", x, format="qonnx")
-    with pytest.raises(ValueError, match=r"^export_onnx: format must be qdq, qoperator, qonnx, got 'QDQ'$"):
+    with pytest.raises(ValueError, match=r"^export_onnx: format must be qdq, qonnx, got 'QDQ'$"):
         qat.export_onnx(model, tmp_path / "x.onnx", x, format="QDQ")  # type: ignore[arg-type]
 
 

@@ -286,7 +286,7 @@ def test_a_model_of_the_rooms_own_is_clean_for_its_target(tmp_path: Path) -> Non
 
 def test_a_file_of_another_tool(tmp_path: Path) -> None:
     """quantize_static as it comes: TensorRT refuses it; with what the remedies say, nothing is left."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
     class Data(CalibrationDataReader):
         def __init__(self) -> None:
@@ -295,7 +295,7 @@ def test_a_file_of_another_tool(tmp_path: Path) -> None:
         def get_next(self) -> Any:
             return next(self.batches, None)
 
-    source = written("y = Conv(x, f88, f8)", {}, tmp_path / "float.onnx")
+    source = written("[first] y = Conv(x, f88, f8)", {}, tmp_path / "float.onnx")
     assert found(source, "tensorrt") == {"unquantized"}
     for name, options, expected in (
         ("as_it_comes", {}, {"int32-bias", "zero-point"}),
@@ -304,6 +304,9 @@ def test_a_file_of_another_tool(tmp_path: Path) -> None:
     ):  # fmt: skip
         quantize_static(source, tmp_path / f"{name}.onnx", Data(), **options)
         assert found(tmp_path / f"{name}.onnx", "tensorrt") == expected
+    quantize_static(source, tmp_path / "integers.onnx", Data(), quant_format=QuantFormat.QOperator)
+    (one,) = lint_onnx(tmp_path / "integers.onnx", "onnxruntime")
+    assert (one.rule.name, one.operator) == ("saturation", "first_quant")
 
 
 def test_every_rule_is_of_a_runtime_and_has_a_source() -> None:
