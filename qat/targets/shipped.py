@@ -254,7 +254,7 @@ _LITERT = replace(
     reasons={
         **_INTEGER_ONLY.reasons,
         "fixed_grids": Reason("the kernels of LOGISTIC, SOFTMAX and TANH check the grid of their result", _TFLITE),
-        "ties": Reason("AVERAGE_POOL_2D rounds half of a sum's count away from 0, XNNPACK's bilinear kernel up", _TFLITE),
+        "ties": Reason("AVERAGE_POOL_2D rounds half of a sum's count away from 0, XNNPACK's bilinear up", _TFLITE),
         "split_operations": Reason("it has no operator for SiLU, but LOGISTIC and MUL"),
     },
 )  # fmt: skip
