@@ -3,7 +3,7 @@
 from qat.finetuning.accumulation import grouped
 from qat.finetuning.distillation import Distillation
 from qat.finetuning.ema import EMA
-from qat.finetuning.gradual import GradualQuantization
 from qat.finetuning.oscillation import Oscillations
+from qat.finetuning.quant_noise import QuantNoise
 
-__all__ = ["EMA", "Distillation", "GradualQuantization", "Oscillations", "grouped"]
+__all__ = ["EMA", "Distillation", "Oscillations", "QuantNoise", "grouped"]

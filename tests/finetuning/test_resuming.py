@@ -23,8 +23,7 @@ AIDS: dict[str, dict[str, Any]] = {
     "statistics": {"bn_reestimate": "always"},
     "an optimizer of the scales": {"quantizer_optimizer": "adamw", "quantizer_lr": 1e-4},
     "decay by bits": {"weight_decay_by_bits": True},
-    "activations after weights": {"gradual": {"activations_from": 0.95}},
-    "a share of weights": {"gradual": {"weight_share": 0.2, "weights_from": 0.9}},
+    "a share of weights": {"quant_noise": {"share": 0.2, "until": 0.9}},
     "freezing, with averages": {
         "oscillation": {"freeze": 0.1, "freeze_from": 0.2, "dampen": 0.01, "momentum": 0.2, "after": 0.0},
         "ema_decay": 0.8,

@@ -8,7 +8,7 @@ from torch import nn
 
 from qat import QuantLinear
 from qat.spec import QuantSpec
-from qat.training.config.stages import GradualConfig, OscillationConfig, QATStageConfig, StageConfig
+from qat.training.config.stages import OscillationConfig, QATStageConfig, QuantNoiseConfig, StageConfig
 from qat.training.loop.stage import without_effect
 from tests.runs.tiny_training import stage_run, tiny_model
 
@@ -54,12 +54,12 @@ def test_re_estimation_needs_a_norm_and_a_float_stage_has_its_own_keys(tmp_path:
 
 
 def test_what_the_whole_run_has_no_use_for_is_said_by_its_last_stage(tmp_path: Path) -> None:
-    aids = {"oscillation": OscillationConfig(), "gradual": GradualConfig(activations_from=0.5)}
+    aids = {"oscillation": OscillationConfig(), "quant_noise": QuantNoiseConfig(share=0.5)}
     run = stage_run(tmp_path, tiny_model(), QATStageConfig(epochs=1, accumulate=5, **aids))
     export = run.config.export.model_copy(update={"onnx": False, "exact_sums": "always", "packed": False})
     quantization = run.config.quantization.model_copy(update={"residual_bits": 6})
     run.config = run.config.model_copy(update={"export": export, "quantization": quantization})
-    own = [f"qat.{name} has no effect: the stage has one step" for name in ("gradual", "oscillation")]
+    own = [f"qat.{name} has no effect: the stage has one step" for name in ("quant_noise", "oscillation")]
     assert without_effect(run) == [
         *own,
         "export.exact_sums: always has no effect: export.onnx is false",

@@ -12,7 +12,7 @@ from torch import nn
 
 import qat
 import qat.functional as F
-from qat.finetuning import EMA, Distillation, GradualQuantization, Oscillations
+from qat.finetuning import EMA, Distillation, Oscillations, QuantNoise
 from qat.functional.codebooks.binary import binary_scale
 from qat.functional.codebooks.ternary import ternary_scale
 from qat.post_training import AdaRound, CrossLayerEqualization, QDrop
@@ -132,7 +132,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (CrossLayerEqualization, {"rounds": 2.5}, "CrossLayerEqualization: rounds must be a whole number, got 2.5"),
     (EMA, {"model": MODEL, "decay": "0.9"}, "EMA: decay must be a number, got '0.9'"),
     (Oscillations, {"model": MODEL, "freeze": "yes"}, "Oscillations: freeze must be a number or None, got 'yes'"),
-    (GradualQuantization, {"model": MODEL, "weight_share": True}, "GradualQuantization: weight_share must be a number"),
+    (QuantNoise, {"model": MODEL, "share": True}, "QuantNoise: share must be a number"),
     (Distillation, {"teacher": MODEL, "features": {"0": "x"}}, "Distillation: features must be a mapping or None, got"),
     (qat.freeze_scales, {"model": MODEL, "frozen": "no"}, "freeze_scales: frozen must be true or false, got 'no'"),
     (qat.freeze_batch_norm, {"model": MODEL, "frozen": 0}, "freeze_batch_norm: frozen must be true or false, got 0"),

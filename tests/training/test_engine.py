@@ -106,7 +106,7 @@ def test_a_compiled_run_learns_like_a_plain_one(accumulate: int, tmp_path: Path)
     ({"cuda_graphs": True}, True, None),
     ({"cuda_graphs": False}, False, None),
     ({"compile": True}, False, None),
-    ({"qat": {"gradual": {"weight_share": 0.5}}}, True, "gradual switches layers between steps"),
+    ({"qat": {"quant_noise": {"share": 0.5}}}, True, "quant_noise draws in hooks"),
     ({"qat": {"distillation": {"features": {"fc": 1}}}}, True, "distillation.features reads tensors"),
     ({"qat": {"accumulate": 2}}, True, "accumulate adds to gradients"),
 ])  # fmt: skip

@@ -228,7 +228,7 @@ class RunConfig(Section):
     """Train through torch.compile. The first step takes a minute or more."""
     cuda_graphs: Literal["auto"] | bool = "auto"
     """Run steps and evaluations as CUDA graphs, which take a second to record, where a step needs no more of the host
-    than that: one rank, no `accumulate`, no `qat.gradual`, no features for distillation."""
+    than that: one rank, no `accumulate`, no `qat.quant_noise`, no features for distillation."""
     sync_batch_norm: bool = False
     """On many ranks: BatchNorm normalises with the statistics of the whole batch, and not of each rank's share."""
     checkpoint_every: Interval | None = None
@@ -262,8 +262,8 @@ class RunConfig(Section):
             raise ValueError(
                 "qat.distillation.features: compiled code does not return them; leave them out, or compile: true"
             )
-        if self.compile and self.qat.gradual is not None:
-            raise ValueError("qat.gradual: compiled code does not follow its switches; leave it out, or compile: true")
+        if self.compile and self.qat.quant_noise is not None:
+            raise ValueError("qat.quant_noise: compiled code does not follow its hooks; leave it out, or compile: true")
         if not self.imports:  # else a module may still register the target; `build_recipe` checks it after the imports
             try:
                 profile_of(self.quantization.target)

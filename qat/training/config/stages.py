@@ -142,26 +142,16 @@ class OscillationConfig(Section):
         return self
 
 
-class GradualConfig(Section):
-    """Stages that begin partly in float: `qat.finetuning.GradualQuantization`.
+class QuantNoiseConfig(Section):
+    """Weights that are quantized in parts: `qat.finetuning.QuantNoise`.
 
     Evaluations, and so best.pt, are of the whole model on its grids.
     """
 
-    activations_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the stage's steps after which activations are quantized; weights are from the start."""
-    weight_share: Probability = 1.0
-    """Share of each weight's elements, drawn anew in every step, that is quantized at the start (quant-noise)."""
-    weights_from: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the stage's steps after which weights are quantized whole; weight_share rises to 1 until then."""
-
-    @model_validator(mode="after")
-    def _effective(self) -> "GradualConfig":
-        if self.weight_share == 1 and self.weights_from != type(self).model_fields["weights_from"].default:
-            raise ValueError(f"weights_from: {self.weights_from:g} has no effect without a weight_share below 1")
-        if self.weight_share == 1 and self.activations_from == 0:
-            raise ValueError("it makes nothing gradual; set activations_from or weight_share, or leave it out")
-        return self
+    share: Annotated[float, Field(ge=0, lt=1)]
+    """Share of each weight's elements, drawn anew in every step, that is quantized at the start."""
+    until: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the stage's steps after which weights are quantized whole; `share` rises to 1 until then."""
 
 
 class SpecConfig(Section):
@@ -274,8 +264,8 @@ class QATStageConfig(StageConfig):
     """Learn from a float model too; {} does so with the run's own."""
     oscillation: OscillationConfig | None = None
     """Count, dampen or freeze the weights that oscillate, in the last stage; {} counts."""
-    gradual: GradualConfig | None = None
-    """Quantize by degrees, in each stage of QAT: activations after weights, or a growing share of each weight."""
+    quant_noise: QuantNoiseConfig | None = None
+    """Quantize a growing share of each weight, in each stage of QAT."""
     progressive: tuple[ProgressiveConfig, ...] = ()
     """Stages before the last, one after the other, such as `[{bits: 8}, {bits: 4, epochs: 2}]` before 2 bits: each
     starts from the weights of the one before, with ranges found anew. All else is as in the last one."""

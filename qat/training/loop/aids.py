@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating
-from qat.finetuning import Distillation, GradualQuantization, Oscillations
+from qat.finetuning import Distillation, Oscillations, QuantNoise
 from qat.finetuning.distillation import LOGITS
 from qat.finetuning.ewgs import update_ewgs
 from qat.quantizer import Quantizer
@@ -45,14 +45,14 @@ class Aids:
         self.student = model if distillation is None else distillation.watching(model)
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
         self.oscillations: Oscillations | None = None
-        self.gradual: GradualQuantization | None = None
+        self.quant_noise: QuantNoise | None = None
         if isinstance(stage, QATStageConfig):
             if stage.oscillation is not None:
                 with value_errors_reported("qat.oscillation: "):
                     self.oscillations = Oscillations(model, **stage.oscillation.model_dump())
-            if stage.gradual is not None and quantizers:  # `float_finetune` has QAT's settings, and no quantizers
-                with value_errors_reported("qat.gradual: "):
-                    self.gradual = GradualQuantization(model, **stage.gradual.model_dump())
+            if stage.quant_noise is not None and quantizers:  # `float_finetune` has QAT's settings, and no quantizers
+                with value_errors_reported("qat.quant_noise: "):
+                    self.quant_noise = QuantNoise(model, **stage.quant_noise.model_dump())
         self.annealed = [q for q in quantizers if type(q).set_progress is not Quantizer.set_progress]
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
@@ -68,13 +68,13 @@ class Aids:
         self.progress = progress
         for quantizer in self.annealed:
             quantizer.set_progress(progress)
-        if self.gradual is not None:
-            self.gradual.set_progress(progress)
+        if self.quant_noise is not None:
+            self.quant_noise.set_progress(progress)
 
     def before_evaluation(self) -> None:
         """Quantize all of the model after the training steps of an epoch."""
-        if self.gradual is not None:
-            self.gradual.complete()
+        if self.quant_noise is not None:
+            self.quant_noise.complete()
 
     def added(self, output: Any, images: Tensor) -> dict[str, Tensor]:
         """Return penalties of rules and losses of aids, by the names of their curves."""

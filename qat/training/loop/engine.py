@@ -146,7 +146,7 @@ class Training:
 
     def save(self, epoch: int, evaluation: Evaluation | None = None, statistics: list[Tensor] | None = None) -> None:
         """Write last.pt, after whole epochs or within one."""
-        self.aids.before_evaluation()  # with gradual quantization, checkpoints are of the whole model on its grids
+        self.aids.before_evaluation()  # with quant-noise, checkpoints are of the whole model on its grids
         take_from_first(self.run.model)
         state = StageState(
             epoch, self.done, [self.whole.sums(), self.window.sums()], self.best_score, self.optimizer.state_dict(),

@@ -87,8 +87,8 @@ class StageRun:
             return "the ranks sum their gradients during the backward"
         if self.stage.accumulate > 1:
             return "accumulate adds to gradients in whose memory a graph writes those of the next batch"
-        if qat.gradual is not None:
-            return "gradual switches layers between steps"
+        if qat.quant_noise is not None:
+            return "quant_noise draws in hooks of weights"
         if qat.distillation is not None and qat.distillation.features:
             return "distillation.features reads tensors inside the model"
         return None
@@ -189,7 +189,7 @@ def without_effect(run: StageRun) -> list[str]:
             if first is not None and first >= stage.epochs:
                 found.append(f"{key}.{name}: {first} has no effect: the last of {stage.epochs} is {stage.epochs - 1}")
         if stage.epochs * run.steps_per_epoch == 1:
-            late = {"gradual": stage.gradual, "oscillation": stage.oscillation}
+            late = {"quant_noise": stage.quant_noise, "oscillation": stage.oscillation}
             found += [f"{key}.{name} has no effect: the stage has one step" for name, block in late.items() if block]
         found += _of_optimizers(run, stage, key)
     if run.config.sync_batch_norm and rank_count() == 1:

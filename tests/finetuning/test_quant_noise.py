@@ -1,4 +1,4 @@
-"""Quantization by degrees: what is on at which progress, formula and gradient of a part, and a run's evaluations."""
+"""Quant-noise: formula and gradient of a part, what is whole, and a run's evaluations."""
 
 import copy
 import pickle
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.finetuning import GradualQuantization
-from qat.quantizer import Quantizer
+from qat.finetuning import QuantNoise
 from qat.training.config.stages import QATStageConfig
 from qat.training.loop import engine
 from qat.training.run.checkpoint import load_checkpoint
@@ -35,38 +34,14 @@ def model(images: Tensor) -> nn.Module:
     return prepared.train()
 
 
-def off(model: nn.Module) -> set[str]:
-    return {name for name, each in model.named_modules() if isinstance(each, Quantizer) and each.is_disabled}
-
-
-ACTIVATIONS = {"input_quantizer", "0_quantizer", "2_quantizer"}
-
-
-def test_activations_are_in_float_until_their_time_and_in_evaluations_they_are_not(
-    model: Any, images: Tensor, tmp_path: Path
-) -> None:
-    whole = model(images)
-    with qat.disable_fake_quant(model, weights=False):
-        weights_only = model(images)
-    gradual = GradualQuantization(model, activations_from=0.25)
-    for progress in (0.0, 0.24, 0.25, 1.0, 0.1):
-        gradual.set_progress(progress)
-        assert off(model) == (ACTIVATIONS if progress < 0.25 else set())
-        assert torch.equal(model(images), weights_only if progress < 0.25 else whole)
-    with pytest.raises(ValueError, match="switched off"):
-        qat.export_onnx(model.eval(), tmp_path / "early.onnx", images)
-    gradual.complete()
-    assert off(model) == set() and torch.equal(model.train()(images), whole)
-    qat.export_onnx(model.eval(), tmp_path / "whole.onnx", images)
-
-
-def test_what_was_switched_off_before_stays_off(model: Any) -> None:
-    qat.disable_fake_quant(model, "2", weights=False)
-    gradual = GradualQuantization(model, activations_from=0.5)
-    gradual.set_progress(0.0)
-    assert off(model) == ACTIVATIONS
-    gradual.complete()
-    assert off(model) == {"0_quantizer"}
+def test_what_was_switched_off_before_stays_off(model: Any, images: Tensor) -> None:
+    qat.disable_fake_quant(model, "2", activations=False)
+    before = model(images)
+    noise = QuantNoise(model, share=0.0)
+    noise.set_progress(0.0)
+    assert not model.get_submodule("2.weight_quantizer")._forward_hooks
+    noise.complete()
+    assert torch.equal(model(images), before)
 
 
 @pytest.mark.parametrize(("progress", "share"), [(0.0, 0.3), (0.2, 0.65), (0.4, 1.0), (1.0, 1.0)])
@@ -74,10 +49,10 @@ def test_a_share_of_each_weight_is_quantized_and_the_rest_passes(model: Any, pro
     """In 40,000 elements of a layer; the gradient of a part in float is 1 even where the grid clips."""
     layer = qat.QuantLinear(200, 200, weight_spec=qat.QuantSpec(bits=2), activation_spec=None).train()
     layer.weight_quantizer.scale.data *= 0.25
-    gradual = GradualQuantization(layer, weight_share=0.3, weights_from=0.4)
+    noise = QuantNoise(layer, share=0.3, until=0.4)
     quantized = layer.quantized(layer.weight).detach()
-    gradual.set_progress(progress)
-    assert gradual.share == pytest.approx(share)
+    noise.set_progress(progress)
+    assert noise.rate == pytest.approx(share)
     drawn = [layer.quantized(layer.weight) for _ in range(2)]
     (gradient,) = torch.autograd.grad(drawn[0].sum(), layer.weight)
     in_float = drawn[0] == layer.weight
@@ -92,8 +67,8 @@ def test_a_share_of_each_weight_is_quantized_and_the_rest_passes(model: Any, pro
 def test_parts_are_drawn_by_torchs_generator_and_evaluation_is_whole(model: Any, images: Tensor) -> None:
     evaluated = model.eval()(images)
     plain = model.train()(images)
-    gradual = GradualQuantization(model, weight_share=0.5)
-    gradual.set_progress(0.1)
+    noise = QuantNoise(model, share=0.5)
+    noise.set_progress(0.1)
     answers = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -101,7 +76,7 @@ def test_parts_are_drawn_by_torchs_generator_and_evaluation_is_whole(model: Any,
     assert torch.equal(answers[0], answers[1]) and not torch.equal(answers[0], answers[2])
     assert torch.equal(model.eval()(images), evaluated)
     before = torch.get_rng_state()
-    gradual.complete()
+    noise.complete()
     assert torch.equal(model.train()(images), plain)
     assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn any more
 
@@ -109,41 +84,40 @@ def test_parts_are_drawn_by_torchs_generator_and_evaluation_is_whole(model: Any,
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_that_is_made_meanwhile_is_whole(copied: Callable[[Any], Any], model: Any, images: Tensor) -> None:
     plain = model.train()(images)
-    gradual = GradualQuantization(model, weight_share=0.5)
-    gradual.set_progress(0.1)
+    noise = QuantNoise(model, share=0.5)
+    noise.set_progress(0.1)
     other = copied(model)
     assert not torch.equal(model(images), plain) and torch.equal(other.train()(images), plain)
     assert not any(module._forward_hooks for module in other.modules())
     kept = [each for each in model.modules() if each._forward_hooks]
-    gradual.complete()
+    noise.complete()
     assert kept and not any(each._forward_hooks for each in kept)
 
 
 def test_the_kernels_come_back_once_all_is_quantized(model: Any, images: Tensor) -> None:
-    gradual = GradualQuantization(model, activations_from=0.5, weight_share=0.5)
+    noise = QuantNoise(model, share=0.5)
     before = str(qat.explain(model))
-    gradual.set_progress(0.0)
+    noise.set_progress(0.0)
     assert "a hook waits for its call" in str(qat.explain(model)) and str(qat.explain(model)) != before
-    gradual.complete()
+    noise.complete()
     model(images)
     assert str(qat.explain(model)) == before
 
 
-LAYER, IN_FLOAT = qat.QuantLinear(2, 2), qat.QuantLinear(2, 2, activation_spec=None)
+LAYER = qat.QuantLinear(2, 2)
 REFUSED: list[tuple[Any, dict[str, float], str]] = [
-    (LAYER, {"activations_from": 1.0}, "activations_from must be from 0 to below 1, got 1.0"),
-    (LAYER, {"weights_from": 0.2}, "nothing is gradual; set activations_from or weight_share"),
-    (nn.Linear(2, 2), {"weight_share": 0.5}, "the model has no quantizer of weights; call qat.prepare"),
-    (IN_FLOAT, {"activations_from": 0.5}, "the model has no quantizer of activations; call qat.prepare"),
-    (3, {"weight_share": 0.5}, "model must be a torch.nn.Module, got int"),
-    (LAYER, {"weight_share": 0.5}, "progress must be from 0 to 1, got 1.5"),
+    (LAYER, {"share": 1.0}, "share must be from 0 to below 1, got 1.0"),
+    (LAYER, {"share": 0.5, "until": 0.0}, "until must be above 0 to 1, got 0.0"),
+    (nn.Linear(2, 2), {"share": 0.5}, "the model has no quantizer of weights; call qat.prepare"),
+    (3, {"share": 0.5}, "model must be a torch.nn.Module, got int"),
+    (LAYER, {"share": 0.5}, "progress must be from 0 to 1, got 1.5"),
 ]
 
 
 @pytest.mark.parametrize(("model", "given", "fact"), REFUSED)
-def test_what_is_not_gradual_is_refused(model: Any, given: dict[str, float], fact: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'GradualQuantization: {fact}')}"):
-        GradualQuantization(model, **given).set_progress(1.5)
+def test_what_cannot_be_is_refused(model: Any, given: dict[str, float], fact: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'QuantNoise: {fact}')}"):
+        QuantNoise(model, **given).set_progress(1.5)
 
 
 def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
@@ -152,11 +126,11 @@ def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
     real_step, real_validate, seen = engine.Training.step, engine._validate, list[Any]()
 
     def note(what: str) -> None:
-        seen.append((what, len(off(model)), sum(len(each._forward_hooks) for each in model.modules())))
+        seen.append((what, sum(len(each._forward_hooks) for each in model.modules())))
 
     monkeypatch.setattr(engine.Training, "step", lambda *given, **named: (note("step"), real_step(*given, **named))[1])
     monkeypatch.setattr(engine, "_validate", lambda *given: (note("validation"), real_validate(*given))[1])
-    block = {"activations_from": 0.5, "weight_share": 0.5, "weights_from": 0.8}
+    block = {"share": 0.5, "until": 0.8}
     batches = TinyBatches(12)
     batches.images = batches.images[:, :, :6, :6]
     named = {
@@ -164,9 +138,9 @@ def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
         "val": batches,
         "config": {"watch": "scales"},
     }  # else evaluations have hooks of their own
-    train(stage_run(tmp_path, model, QATStageConfig(epochs=2, gradual=block), **named))
-    whole = ("validation", 0, 0)
-    assert seen == [("step", 3, 3), ("step", 3, 3), whole, ("step", 0, 3), ("step", 0, 0), whole]
+    train(stage_run(tmp_path, model, QATStageConfig(epochs=2, quant_noise=block), **named))
+    whole = ("validation", 0)
+    assert seen == [("step", 3), ("step", 3), whole, ("step", 3), ("step", 0), whole]
     for file in ("last.pt", "best.pt"):
         saved = load_checkpoint(tmp_path / file)["model"]
         assert not any(key.endswith(".disabled") for key in saved)
