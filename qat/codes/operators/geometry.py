@@ -135,7 +135,7 @@ class Geometry(NamedTuple):
             stepped = firsts if spread > size else ()  # only then may it step over all of it
             if pad >= reach or any(all(not 0 <= at < size for at in range(i, i + reach, spread)) for i in stepped):
                 return "a window of it lies in the padding alone"
-        # with AMX mostly, and now and then with AVX-512 and AVX2 (torch 2.15)
+        # with AMX mostly, and now and then with AVX-512 and AVX2 (torch 2.11 to 2.15)
         return "its result is one column, by wider steps" if len(firsts) == 1 and step > 1 and kernel > 1 else None
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
