@@ -35,8 +35,7 @@ def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> No
     for node in list(graph_module.graph.nodes):
         operation, written = operation_of(node, graph_module, NONLINEAR), written_by(node, graph_module)
         behind_norm = written is not None and isinstance(submodule_of(graph_module, written), AnyBatchNorm)
-        calls = [each for each in memory.written if each.op == "call_module" and each.target == node.target]
-        if written is not None and not all(map(memory.is_unseen, {node, *calls})):
+        if written is not None and not memory.is_unseen(node):
             continue
         module: Any = submodule_of(graph_module, node)
         if operation == "silu" and operation in profile.split_operations and splits:
@@ -44,7 +43,7 @@ def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> No
         elif not behind_norm and (operation is None or not profile.quantizes_outputs):
             continue
         elif getattr(module, "inplace", False):
-            module.inplace = False
+            module.inplace = not all(memory.is_unseen(each) for each in memory.written if each.target == node.target)
         elif node.kwargs.get("inplace"):
             node.kwargs = {**node.kwargs, "inplace": False}
 

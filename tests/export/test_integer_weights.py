@@ -214,6 +214,7 @@ def test_a_batch_norm_that_takes_a_grids_promise_away_is_named(spec, tmp_path, c
     x = draw(8, 3, 6, 6)
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
     nn.init.uniform_(layers[1].weight, 0.5, 2.0)
+    layers[4].weight.data *= torch.tensor([[1.0], [4.0], [16.0]])
     model = quantized(nn.Sequential(*layers), x, qat.QuantRecipe(spec, target="litert"))
     assert caplog.messages[0] == (
         "prepare: the BatchNorm behind 0 gives each channel a scale of its own when it is folded; where"
