@@ -218,13 +218,12 @@ def _runs_on_integers(layer: QuantLayer, given: Mapping[str, Any], meter: _Meter
     """Whether a layer, called with these arguments, has integer operands; None if it has no weight of its own."""
     if not isinstance(getattr(layer, "weight_quantizer", None), Quantizer):
         return None
-    wanted = layer.quantizer_arguments
     grids = [module for module in layer.children() if isinstance(module, Quantizer) and module.role == "activation"]
-    if not grids:
-        grids = [given[name] for name in wanted if given.get(name) is not None]
-        if not all(meter.is_marked(x) for x in list(given.values())[: len(wanted)]):
+    if layer.has_input_grid and not grids:
+        grids = [given["input_quantizer"]] if given.get("input_quantizer") is not None else []
+        if not all(meter.is_marked(x) for x in list(given.values())[:1]):
             return False  # a quantizer was given, but the input lies on no grid
-    return len(grids) == len(wanted) and all(grid.has_integers for grid in (*grids, layer.weight_quantizer))
+    return len(grids) == layer.has_input_grid and all(grid.has_integers for grid in (*grids, layer.weight_quantizer))
 
 
 def _node_by_node(module: fx.GraphModule, path: str, meter: _Meter) -> Callable[..., Any]:

@@ -32,7 +32,6 @@ from qat.export import (
 )
 from qat.finetuning.ewgs import update_ewgs
 from qat.layers import (
-    QuantBilinear,
     QuantConv1d,
     QuantConv2d,
     QuantConv3d,
@@ -40,12 +39,10 @@ from qat.layers import (
     QuantConvTranspose2d,
     QuantConvTranspose3d,
     QuantEmbedding,
-    QuantEmbeddingBag,
     QuantGRU,
     QuantLinear,
     QuantLSTM,
     QuantMultiheadAttention,
-    QuantRNN,
 )
 from qat.loading import load
 from qat.preparation.proof import self_check
@@ -65,7 +62,6 @@ from qat.workflow import prepare
 __version__ = "0.1.0"
 
 __all__ = [
-    "QuantBilinear",
     "QuantConv1d",
     "QuantConv2d",
     "QuantConv3d",
@@ -73,12 +69,10 @@ __all__ = [
     "QuantConvTranspose2d",
     "QuantConvTranspose3d",
     "QuantEmbedding",
-    "QuantEmbeddingBag",
     "QuantGRU",
     "QuantLSTM",
     "QuantLinear",
     "QuantMultiheadAttention",
-    "QuantRNN",
     "QuantRecipe",
     "QuantSpec",
     "Quantizer",

@@ -9,7 +9,6 @@ from qat.graph.nodes import submodule_of
 from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin
-from qat.preparation.replacements import QUANTIZER_ARGUMENTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, pattern_of
 from qat.text import check_types, did_you_mean
@@ -149,8 +148,9 @@ def _handed(model: nn.Module) -> dict[nn.Module, list[Quantizer]]:
     for part in model.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             layer = submodule_of(part, node)
-            given = [node.kwargs.get(key) for key in QUANTIZER_ARGUMENTS] if isinstance(layer, QuantLayer) else []
-            handed = [part.get_submodule(str(each.target)) for each in given if isinstance(each, fx.Node)]
-            if layer is not None:  # the graph hands quantizers of tensors to the layers that read them
-                found.setdefault(layer, []).extend(each for each in handed if isinstance(each, Quantizer))
+            given = node.kwargs.get("input_quantizer")
+            # the graph hands quantizers of tensors to the layers that read them
+            if isinstance(layer, QuantLayer) and isinstance(given, fx.Node):
+                handed = part.get_submodule(str(given.target))
+                found.setdefault(layer, []).extend([handed] if isinstance(handed, Quantizer) else [])
     return found

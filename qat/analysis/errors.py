@@ -93,13 +93,13 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
 
 
 def _quantized_alone(layer: QuantLayer, args: Args, kwargs: Kwargs, in_use: set[Quantizer]) -> Tensor:
-    handed = [kwargs.get(key) for key in layer.quantizer_arguments]
-    own = [each for each in (*layer.modules(), *handed) if isinstance(each, Quantizer) and each in in_use]
+    handed = kwargs.get("input_quantizer")
+    own = [each for each in (*layer.modules(), handed) if isinstance(each, Quantizer) and each in in_use]
     try:
         for each in own:
             each.is_disabled = False
-        on_grid = [each(x) if isinstance(each, Quantizer) else x for each, x in zip(handed, args, strict=False)]
-        y: Tensor = layer.forward(*on_grid, *args[len(on_grid) :], **kwargs)
+        on_grid = [handed(x) if isinstance(handed, Quantizer) else x for x in args[:1]]
+        y: Tensor = layer.forward(*on_grid, *args[1:], **kwargs)
         return y
     finally:
         for each in own:

@@ -198,7 +198,7 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
 def _own_input(name: str, module: nn.Module) -> str:
     if not isinstance(module, QuantLayer):
         return ""
-    if not module.quantizer_arguments:
+    if not module.has_input_grid:
         return "input: indices"
     own = f"{name}.input_quantizer" if name else "input_quantizer"
     return "input: in float" if module.input_quantizer is None else f"input: {own}"

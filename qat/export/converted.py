@@ -182,7 +182,7 @@ class IntegerArrays:
         bias: int32, (channels,), on the grid of bias_scale; None for tables, parameters and layers whose input is in
             float (`activation_spec=None`), as all that follow.
         bias_scale: float32, (channels,).
-        input_scale: float32, (), of a bilinear layer (2,).
+        input_scale: float32, ().
         input_zero_point: uint8 or int8, in the shape of input_scale.
     """
 
@@ -248,18 +248,17 @@ def arrays_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, IntegerA
 
 def _of_layer(layer: FrozenLayer) -> IntegerArrays:
     weight = layer.weight if layer.in_torch_layout else layer.twin.torch_layout(layer.weight)
-    if not layer.input_qparams:
+    if layer.input_qparams is None:
         return IntegerArrays(*map(_array, (weight, layer.weight_scale, layer.weight_zero_point)))
-    scales, zero_points = zip(*layer.input_qparams, strict=True)
-    several = len(scales) > 1  # of a bilinear layer
+    scale, zero_point = layer.input_qparams
     return IntegerArrays(
         weight=_array(weight),
         scale=_array(layer.weight_scale),
         zero_point=_array(layer.weight_zero_point),
         bias=_array(layer.bias),
         bias_scale=_array(layer.bias_scale),
-        input_scale=_array(torch.stack(scales) if several else scales[0]),
-        input_zero_point=_array(torch.stack(zero_points) if several else zero_points[0]),
+        input_scale=_array(scale),
+        input_zero_point=_array(zero_point),
     )
 
 

@@ -181,7 +181,7 @@ class _Reader:
         layer, called = str(node.target) if module is not None else "", module or node.target
         if isinstance(module, FrozenLayer):
             ((layer, arrays),), called = arrays_of(module), module.twin.float_type
-            unit = np.prod(np.float64(arrays.input_scale)) * arrays.scale
+            unit = np.float64(arrays.input_scale) * arrays.scale
             step = IntegerStep(called.__name__.lower(), (), _options(node, module.twin, operands), arrays, layer)
             return _Waiting(step, operands, unit)
         name = kind or getattr(called, "__name__", type(called).__name__ if layer else str(called)).lower()

@@ -16,8 +16,7 @@ from qat.integers.frozen import (
     FrozenTable,
     Operations,
 )
-from qat.layers import IntegerWeight, QuantBilinear, QuantFunction, QuantLayer
-from qat.layers.embedding import QuantTable
+from qat.layers import IntegerWeight, QuantEmbedding, QuantFunction, QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.quantizer import Quantizer
 from qat.torch_internals import children_of
@@ -62,7 +61,7 @@ class _Freezer:
             return self.graph(module, path)
         if isinstance(module, Quantizer):
             return FrozenQuantizer(module, path, self.operations)
-        if isinstance(module, QuantTable):
+        if isinstance(module, QuantEmbedding):
             return self.table(module)
         if isinstance(module, QuantLayer):
             return self.layer(module, path, {})
@@ -74,8 +73,7 @@ class _Freezer:
                 children_of(module)[key] = made
         return module
 
-    def table(self, table: QuantTable) -> nn.Module:
-        # An EmbeddingBag still combines the rows itself.
+    def table(self, table: QuantEmbedding) -> nn.Module:
         rows = FrozenTable(table.integers(), self.operations)
         table.add_module("rows", rows)
         object.__setattr__(table, "look_up", rows.forward)  # past torch, which would ask what it is
@@ -87,22 +85,12 @@ class _Freezer:
         weight, bias = inner.get(path.rpartition(".")[2], (None, None))
         if quantizer is None and self.weights_alone:
             weight = layer.weight if weight is None else weight
-            return FrozenLayer(layer, path, layer.folded(torch.ones(()), None, weight, None), (), self.operations)
+            return FrozenLayer(layer, path, layer.folded(torch.ones(()), None, weight, None), None, self.operations)
         if quantizer is None:
             raise _no_grid(path, layer)
-        quantizers = [quantizer]
-        if isinstance(layer, QuantBilinear):  # the one layer with two inputs
-            other = layer.other_quantizer
-            assert other is not None
-            quantizers.append(other)
-            integers = layer.integers(quantizer, other_quantizer=other)
-        else:
-            integers = layer.integers(quantizer, None, weight, bias)
-        inputs = [
-            FrozenQuantizer(each, joined(path, argument), self.operations)
-            for each, argument in zip(quantizers, layer.quantizer_arguments, strict=True)
-        ]
-        return FrozenLayer(layer, path, integers, quantizers, self.operations, inputs)
+        integers = layer.integers(quantizer, None, weight, bias)
+        grid = FrozenQuantizer(quantizer, joined(path, "input_quantizer"), self.operations)
+        return FrozenLayer(layer, path, integers, quantizer, self.operations, grid)
 
     def graph(self, model: fx.GraphModule, path: str) -> fx.GraphModule:
         values = constant_values(model)
@@ -121,15 +109,15 @@ class _Freezer:
                     replace_call(model, node, f"call_{number}", frozen, node.args)
                 else:
                     replacements[str(node.target)] = FrozenQuantizer(module, full, self.operations)
-            elif isinstance(module, QuantTable):
+            elif isinstance(module, QuantEmbedding):
                 replacements[str(node.target)] = self.table(module)
             elif isinstance(module, QuantLayer):
                 # One module for each call: a shared layer has other integers on another grid.
-                grids = [handed(node, key, values) for key in module.quantizer_arguments]
-                if None in grids:
+                grid = handed(node, "input_quantizer", values)
+                if grid is None:
                     raise _no_grid(full, module)
-                layer = FrozenLayer(module, full, integers_of(node, module, values), grids, self.operations)
-                replace_call(model, node, f"integer_{number}", layer, node.args[: len(module.quantizer_arguments)])
+                layer = FrozenLayer(module, full, integers_of(node, module, values), grid, self.operations)
+                replace_call(model, node, f"integer_{number}", layer, node.args[:1])
             elif module is not None:
                 replacements[str(node.target)] = self.module(module, full)
         for name, module in replacements.items():
@@ -163,12 +151,9 @@ def handed(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
 
 def integers_of(node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> IntegerWeight:
     """Return the integers of a layer for one call, with all that the call is handed."""
-    quantizers = [handed(node, key, values) for key in layer.quantizer_arguments]
-    if isinstance(layer, QuantBilinear):
-        return layer.integers(quantizers[0], None, None, None, quantizers[1])
     weight: Any = None
     bias: Any = handed(node, "bias", values)
     if isinstance(layer, QuantFunction):
         operands = [values[operand] if isinstance(operand, fx.Node) else operand for operand in node.args[1:]]
         weight, bias = operands[0], operands[1] if len(operands) > 1 else None
-    return layer.integers(quantizers[0], handed(node, "norm", values), weight, bias)
+    return layer.integers(handed(node, "input_quantizer", values), handed(node, "norm", values), weight, bias)

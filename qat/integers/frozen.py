@@ -3,7 +3,6 @@
 They compute with `Operations`: in torch, or as the operators of the file that is written from them.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,9 +147,9 @@ class FrozenLayer(nn.Module):
         layer: whose operation it is.
         name: of the layer in the model.
         integers: weight and bias.
-        quantizers: of the inputs.
+        quantizer: of the input, if it is known.
         operations: how to compute.
-        inputs: the same, frozen, if the inputs are not quantized outside.
+        grid: the same, frozen, if the input is not quantized outside.
 
     Raises:
         FreezingError: if the weight's integers do not fit int8.
@@ -161,9 +160,9 @@ class FrozenLayer(nn.Module):
         layer: QuantLayer,
         name: str,
         integers: IntegerWeight,
-        quantizers: Sequence[Quantizer],
+        quantizer: Quantizer | None,
         operations: Operations,
-        inputs: Sequence[FrozenQuantizer] = (),
+        grid: FrozenQuantizer | None = None,
     ) -> None:
         super().__init__()
         lowest, highest = integers.codes.min().item(), integers.codes.max().item()
@@ -178,10 +177,10 @@ class FrozenLayer(nn.Module):
                 " (a grid that is unsigned or not narrow_range=True?)"
             )
         self.layer_name = name
-        self.input_qparams = [stored_qparams(quantizer, operations)[:2] for quantizer in quantizers]
+        self.input_qparams = None if quantizer is None else stored_qparams(quantizer, operations)[:2]
         self.operations = operations
         self.twin = layer
-        self.grids = nn.ModuleList(inputs)
+        self.grid = grid
         # A transposed convolution has its output channels on axis 1; with groups, one axis does not hold them all.
         self.in_torch_layout = isinstance(layer, TRANSPOSED) and layer.groups == 1
         codes = layer.torch_layout(integers.codes) if self.in_torch_layout else integers.codes
@@ -193,25 +192,20 @@ class FrozenLayer(nn.Module):
         self.bias_scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
         self.bias = nn.Buffer(bias * self.bias_scale if operations.float_biases else bias)
 
-    def forward(self, x: Tensor, *operands: Tensor, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, *_: Tensor, **options: Any) -> Tensor:
         """Compute on dequantized operands, or on integers.
 
         Args:
-            x: the input.
-            operands: the second input of a bilinear layer. Other layers ignore a weight and a bias given here.
+            x: the input. A weight and a bias given behind it are ignored.
             options: further arguments of the operation, such as `output_size`.
         """
-        others = operands if len(self.twin.quantizer_arguments) > 1 else ()
-        if self.grids:
-            x, *rest = (grid(tensor) for grid, tensor in zip(self.grids, (x, *others), strict=True))
-            others = tuple(rest)
+        if self.grid is not None:
+            x = self.grid(x)
         if self.operations.sums_integers:
             codes = self.twin.channels_first(self.weight) if self.in_torch_layout else self.weight
             integers = IntegerWeight(codes, self.weight_scale, self.bias, self.bias_scale)
-            step, *steps = (scale for scale, _ in self.input_qparams)
-            if others:
-                options["other"] = (others[0].double() / steps[0]).round()
-            return self.twin.integer_forward(x, integers, step, **options)
+            assert self.input_qparams is not None
+            return self.twin.integer_forward(x, integers, self.input_qparams[0], **options)
         weight = self.operations.dequantize(
             self.weight, self.weight_scale, self.weight_zero_point, int(self.in_torch_layout), self.layer_name
         )
@@ -220,7 +214,7 @@ class FrozenLayer(nn.Module):
         bias: Tensor = self.bias
         if not self.operations.float_biases:
             bias = self.operations.dequantize(bias, self.bias_scale, None, axis=0)
-        result: Tensor = self.twin.operate(x, weight, bias, *others, **options)
+        result: Tensor = self.twin.operate(x, weight, bias, **options)
         return result
 
 

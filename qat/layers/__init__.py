@@ -10,17 +10,16 @@ from qat.layers.conv import (
     QuantConvTranspose2d,
     QuantConvTranspose3d,
 )
-from qat.layers.embedding import IntegerTable, QuantEmbedding, QuantEmbeddingBag
+from qat.layers.embedding import IntegerTable, QuantEmbedding
 from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.function import QuantFunction
-from qat.layers.linear import QuantBilinear, QuantLinear
-from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
+from qat.layers.linear import QuantLinear
+from qat.layers.recurrent import QuantGRU, QuantLSTM
 from qat.layers.twins import register_twin
 
 __all__ = [
     "IntegerTable",
     "IntegerWeight",
-    "QuantBilinear",
     "QuantConv1d",
     "QuantConv2d",
     "QuantConv3d",
@@ -28,14 +27,12 @@ __all__ = [
     "QuantConvTranspose2d",
     "QuantConvTranspose3d",
     "QuantEmbedding",
-    "QuantEmbeddingBag",
     "QuantFunction",
     "QuantGRU",
     "QuantLSTM",
     "QuantLayer",
     "QuantLinear",
     "QuantMultiheadAttention",
-    "QuantRNN",
     "fold_weight",
     "register_twin",
 ]

@@ -30,9 +30,7 @@ class QuantLayer(QuantTwin):
     The other arguments are those of torch's layer, in its order; these two go by name.
     """
 
-    # Names of forward's quantizer arguments, in the order of the input tensors.
-    quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
-    sum_dtype: ClassVar[torch.dtype] = torch.float32  # narrowest in which evaluation adds integers
+    has_input_grid: ClassVar[bool] = True  # False where the input is indices
 
     @property
     def input_axis(self) -> int:
@@ -159,7 +157,7 @@ class QuantLayer(QuantTwin):
         # sums of integers are exact without autocast, which the meta device does not have
         meta = x.device.type == "meta"
         with nullcontext() if meta else torch.autocast(x.device.type, enabled=False):
-            wide = torch.promote_types(x.dtype, self.sum_dtype)
+            wide = torch.promote_types(x.dtype, torch.float32)
             x_codes = with_strides_of(x, round_ste(x.to(wide) / step))
             codes = self.torch_layout(integers.codes.to(wide))
             total = self.operate(x_codes, codes, None, **options) + self.per_channel(integers.bias_codes, codes)

@@ -1,8 +1,6 @@
-"""QuantEmbedding and QuantEmbeddingBag: tables of vectors kept as integers."""
+"""QuantEmbedding: a table of vectors kept as integers."""
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,36 +25,67 @@ class IntegerTable:
     zero_point: Tensor  # integers (as floats) in the shape of scale; 0 on a symmetric grid
 
 
-class QuantTable(QuantLayer):
-    """Base of both look-ups, which quantizes the table and reads its rows.
+@register_twin(nn.Embedding)
+class QuantEmbedding(QuantLayer, nn.Embedding):
+    """`torch.nn.Embedding` with a quantized table.
 
     Indices have no grid, and a row is read as it is stored. So training and evaluation compute the same, the
     dequantized values of an integer table. With the rule "lsq", one scale for the table or for each row and no EWGS,
     only the rows that are looked up are quantized: values and gradients are those of the whole table at the cost of
     the batch. Other rules, and a weight_quantizer with forward hooks, see the whole table.
+
+    Arguments as of `torch.nn.Embedding`, and weight_spec: grid of the table; what it leaves open: 8 bits, symmetric,
+    narrow, per row. An activation_spec is a ValueError: each row of the result lies on its own grid, so a consumer that
+    needs one grid quantizes the vectors again. So is sparse=True with a rule other than "lsq", groups, or EWGS.
+
+    Shapes: input (*) of int32 or int64, output (*, embedding_dim).
+
+    >>> layer = QuantEmbedding(10, 4, padding_idx=0)
+    >>> layer(torch.tensor([[1, 2, 0], [3, 3, 9]])).shape
+    torch.Size([2, 3, 4])
+    >>> layer.integers().codes.abs().max()
+    tensor(127.)
     """
 
-    quantizer_arguments = ()
+    has_input_grid = False
+    argument_names = (
+        "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
+    )  # fmt: skip
 
-    num_embeddings: int
-    padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
-    sparse: bool
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: None = None,
+    ) -> None:
+        nn.Embedding.__init__(
+            self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            _freeze, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """Create the table's quantizer; refuse an activation_spec, or unfit sparse=True."""
-        name = self.float_type.__name__
         if activation_spec not in (None, "default"):
             raise ValueError(
-                f"Quant{name}: activation_spec must be None, since indices are exact; got {activation_spec!r}"
+                f"QuantEmbedding: activation_spec must be None, since indices are exact; got {activation_spec!r}"
             )
         super().add_quantizers(weight_spec, None)
         if self.sparse and not self._is_row_by_row():
             spec = self.weight_quantizer.spec
             raise ValueError(
-                f"Quant{name}: sparse=True needs a weight_spec of rule 'lsq', granularity 'tensor' or 'channel' and"
+                "QuantEmbedding: sparse=True needs a weight_spec of rule 'lsq', granularity 'tensor' or 'channel' and"
                 f" ewgs 'none', got {spec.rule!r}, {spec.granularity!r} and {spec.ewgs!r}"
             )
 
@@ -120,123 +149,5 @@ class QuantTable(QuantLayer):
         plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
         return estimator_of(quantizer) == "lsq" and plain
 
-
-@register_twin(nn.Embedding)
-class QuantEmbedding(QuantTable, nn.Embedding):
-    """`torch.nn.Embedding` with a quantized table; see `QuantTable`.
-
-    Arguments as of `torch.nn.Embedding`, and weight_spec: grid of the table; what it leaves open: 8 bits, symmetric,
-    narrow, per row. An activation_spec is a ValueError: each row of the result lies on its own grid, so a consumer that
-    needs one grid quantizes the vectors again. So is sparse=True with a rule other than "lsq", groups, or EWGS.
-
-    Shapes: input (*) of int32 or int64, output (*, embedding_dim).
-
-    >>> layer = QuantEmbedding(10, 4, padding_idx=0)
-    >>> layer(torch.tensor([[1, 2, 0], [3, 3, 9]])).shape
-    torch.Size([2, 3, 4])
-    >>> layer.integers().codes.abs().max()
-    tensor(127.)
-    """
-
-    argument_names = (
-        "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        weight_spec: QuantSpec | None = None,
-        activation_spec: None = None,
-    ) -> None:
-        nn.Embedding.__init__(
-            self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
-            _freeze, device, dtype,
-        )  # fmt: skip
-        self.add_quantizers(weight_spec, activation_spec)
-
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         return self.look_up(input)
-
-
-@register_twin(nn.EmbeddingBag)
-class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
-    """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`.
-
-    Sums, means and maxima are taken in float. Arguments as of `torch.nn.EmbeddingBag`, weight_spec, activation_spec and
-    errors as of `QuantEmbedding`; sparse=True or scale_grad_by_freq=True with mode "max" is a ValueError too.
-
-    Shapes: input (B, N), or (N,) with offsets; output (B, embedding_dim).
-
-    >>> layer = QuantEmbeddingBag(10, 4, mode="sum")
-    >>> layer(torch.tensor([1, 2, 4, 5]), offsets=torch.tensor([0, 3])).shape
-    torch.Size([2, 4])
-    """
-
-    argument_names = (*QuantEmbedding.argument_names, "mode", "include_last_offset")
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: Literal["sum", "mean", "max"] = "mean",
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        weight_spec: QuantSpec | None = None,
-        activation_spec: None = None,
-    ) -> None:
-        for name, wanted in (("sparse", sparse), ("scale_grad_by_freq", scale_grad_by_freq)):
-            if wanted and mode == "max":
-                raise ValueError(f"QuantEmbeddingBag: {name}=True needs mode 'sum' or 'mean', got 'max'")
-        nn.EmbeddingBag.__init__(
-            self, num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, _weight,
-            include_last_offset, padding_idx, device, dtype,
-        )  # fmt: skip
-        self.add_quantizers(weight_spec, activation_spec)
-
-    def forward(  # type: ignore[override]
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        # The rows are looked up one by one and then combined by position. So every rule gets torch's frequencies and
-        # sparse gradients; torch 2.11's own embedding_bag scales by wrong frequencies.
-        ends = self.include_last_offset
-        if input.is_nested:
-            jagged: Any = input
-            offsets, ends, input = jagged.offsets(), True, jagged.values()
-            per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
-        flat = input.reshape(-1)
-        positions = torch.arange(flat.numel(), dtype=input.dtype, device=input.device)
-        rows, positions = self.look_up(flat), positions.reshape(input.shape)
-
-        def bags(rows: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
-            return F.embedding_bag(positions, rows, offsets, None, 2.0, False, mode, False, weights, ends, None)
-
-        if self.padding_idx is None:
-            return bags(rows, self.mode, per_sample_weights)
-        # torch's own padding_idx would make the number of rows a constant of an exported file.
-        padding = (flat == self.padding_idx)[:, None]
-        if self.mode == "max":
-            most = bags(rows.masked_fill(padding, -math.inf), "max")
-            return torch.where(most == -math.inf, 0.0, most)  # a bag of padding alone is 0, as in torch
-        total = bags(rows.masked_fill(padding, 0.0), "sum", per_sample_weights)
-        if self.mode == "sum":
-            return total
-        return total / bags(padding.logical_not().to(rows.dtype), "sum").clamp(min=1)  # a bag may be empty

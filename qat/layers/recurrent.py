@@ -1,4 +1,4 @@
-"""QuantLSTM, QuantGRU and QuantRNN: recurrent layers on integer grids."""
+"""QuantLSTM and QuantGRU: recurrent layers on integer grids."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -65,8 +65,6 @@ def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
 CELLS: dict[str, Cell] = {
     "LSTM": lstm_cell,
     "GRU": gru_cell,
-    "RNN_TANH": lambda from_input, from_hidden, _: (torch.tanh(from_input + from_hidden),),
-    "RNN_RELU": lambda from_input, from_hidden, _: (torch.relu(from_input + from_hidden),),
 }
 
 
@@ -151,8 +149,6 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         names = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional"]
         if isinstance(layer, nn.LSTM):
             names.append("proj_size")
-        if isinstance(layer, nn.RNN):
-            names.append("nonlinearity")
         return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight_ih_l0.dtype}
 
     def forward(
@@ -171,7 +167,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
             if input.unsorted_indices is not None:
                 state = tuple(part.index_select(1, input.unsorted_indices) for part in state)
             packed = PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
-            return packed, state if self.state_size == 2 else state[0]  # no tuple from GRU and RNN
+            return packed, state if self.state_size == 2 else state[0]  # no tuple from a GRU
         self.check_sequence(input)
         batched = input.dim() == 3
         swaps = batched and self.batch_first  # inside, steps stand first
@@ -280,17 +276,4 @@ class QuantGRU(QuantRecurrent, nn.GRU):
     >>> output, h = QuantGRU(4, 6, batch_first=True, activation_spec=None)(torch.randn(2, 5, 4))
     >>> output.shape, h.shape
     (torch.Size([2, 5, 6]), torch.Size([1, 2, 6]))
-    """
-
-
-@register_twin(nn.RNN)
-class QuantRNN(QuantRecurrent, nn.RNN):
-    """`torch.nn.RNN` with quantized weights, inputs and hidden states.
-
-    Arguments: see `QuantRecurrent`.
-    h' = nonlinearity(Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh), with Q for a quantizer of learned scale.
-
-    >>> output, h = QuantRNN(4, 6, 2, nonlinearity="relu", activation_spec=None)(torch.randn(5, 2, 4))
-    >>> output.shape, h.shape
-    (torch.Size([5, 2, 6]), torch.Size([2, 2, 6]))
     """

@@ -200,7 +200,7 @@ def is_layer(module: nn.Module) -> bool:
     Its work is a matrix product or a table look-up. Subclasses that compute something else have no twin, nor do direct
     subclasses of torch's abstract layers.
     """
-    return isinstance(module, (*_TWINS, AnyConvolution, nn.RNNBase))
+    return isinstance(module, (*_TWINS, AnyConvolution, nn.RNNBase, nn.Bilinear, nn.EmbeddingBag))
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

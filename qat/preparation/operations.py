@@ -48,7 +48,7 @@ PRODUCTS: Calls = (
 
 FLOAT_PRODUCTS = {
     torch.addmm, torch.addbmm, torch.baddbmm, torch.tensordot, torch.mv, torch.dot, F.bilinear, F.conv1d, F.conv2d,
-    F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding, F.embedding_bag,
+    F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding, torch.embedding_bag,
 }  # fmt: skip
 """Products that stay in float as functions; F.linear and F.conv of no parameter."""
 

@@ -185,11 +185,10 @@ def _layer(layer: nn.Module, name: str, recipe: ScopedRecipe, left: dict[str, st
         return layer
     chosen = recipe.for_layer(name, float_type_of(layer))
     twin = make_twin(name, layer, chosen)
-    if isinstance(twin, QuantLayer):
+    if isinstance(twin, QuantLayer) and twin.has_input_grid and twin.input_quantizer is None:
         try:
-            for own in [name for name in twin.quantizer_arguments if getattr(twin, name) is None]:
-                setattr(twin, own, create_quantizer(chosen.activation, "activation", (), model_device(twin)))
-                getattr(twin, own).summed_axis = twin.input_axis
+            twin.input_quantizer = create_quantizer(chosen.activation, "activation", (), model_device(twin))
+            twin.input_quantizer.summed_axis = twin.input_axis
         except ValueError as error:
             raise ValueError(f"prepare: {name} (activation): {error}") from error
     return twin

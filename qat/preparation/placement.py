@@ -101,11 +101,10 @@ class Placement:
         if isinstance(module, Quantizer):
             return [] if operand in self.constants else [module.spec]
         if isinstance(module, QuantLayer):
-            inputs = reader.args[: len(module.quantizer_arguments)]
             chosen = self.recipe.for_layer(
                 reader.meta.get(RECIPE_NAME, str(reader.target)), module.float_type
             ).activation
-            return [chosen] if operand in inputs else []
+            return [chosen] if module.has_input_grid and operand in reader.args[:1] else []
         if is_product(reader, self.graph_module):
             return [self.recipe.activation]
         if self.profile.quantizes_outputs:  # no float arithmetic: every operation and the model's outputs need a grid
@@ -303,15 +302,17 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
 def _pass_input_quantizers(
     node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule, recipe: ScopedRecipe
 ) -> None:
-    for keyword, operand in zip(layer.quantizer_arguments, node.args, strict=False):
-        source = grid_of(operand, graph_module) if isinstance(operand, fx.Node) else None
-        if source is None:
-            raise ValueError(
-                f"prepare: no quantizer reaches the input of {recipe.full_name(str(node.target))!r};"
-                " leave the layer in float with an override {'skip': True}"
-            )
-        if operand is source:  # else something moves the axes in between
-            setattr(graph_module.get_submodule(str(source.target)), "summed_axis", layer.input_axis)  # noqa: B010
-        with graph_module.graph.inserting_before(node):
-            grid = graph_module.graph.get_attr(str(source.target))
-        node.kwargs = {keyword: grid, **node.kwargs}
+    if not (layer.has_input_grid and node.args):
+        return
+    operand = node.args[0]
+    source = grid_of(operand, graph_module) if isinstance(operand, fx.Node) else None
+    if source is None:
+        raise ValueError(
+            f"prepare: no quantizer reaches the input of {recipe.full_name(str(node.target))!r};"
+            " leave the layer in float with an override {'skip': True}"
+        )
+    if operand is source:  # else something moves the axes in between
+        setattr(graph_module.get_submodule(str(source.target)), "summed_axis", layer.input_axis)  # noqa: B010
+    with graph_module.graph.inserting_before(node):
+        grid = graph_module.graph.get_attr(str(source.target))
+    node.kwargs = {"input_quantizer": grid, **node.kwargs}

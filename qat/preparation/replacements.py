@@ -18,9 +18,7 @@ from qat.quantizer import Quantizer
 from qat.quantizer.base import CALL_METHODS
 from qat.torch_internals import children_of, hooks_of
 
-QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
-
-MODULE_ARGUMENTS = (*QUANTIZER_ARGUMENTS, "norm")
+MODULE_ARGUMENTS = ("input_quantizer", "norm")
 """Keyword arguments that preparation adds to a layer's call, modules of the model."""
 
 AS_PREPARED = "qat_as_prepared"

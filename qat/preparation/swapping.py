@@ -146,8 +146,8 @@ def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Mod
     own = {
         name
         for name, twin in twins.items()
-        if all(getattr(twin, key) is not None for key in getattr(twin, "quantizer_arguments", ()))
-    }  # those that quantize their inputs themselves
+        if not (isinstance(twin, QuantLayer) and twin.has_input_grid and twin.input_quantizer is None)
+    }  # those that quantize their input themselves
     for pattern in recipe.overrides:
         matched = {name for name, kind in layers.items() if recipe.matches(pattern, name, kind)}
         if matched and matched <= own:
@@ -167,14 +167,14 @@ def call_own_quantizers(graph_module: fx.GraphModule) -> None:
     """Write conv(conv.input_quantizer(x)) for conv(x), with quantizers of one's own."""
     for node in list(graph_module.graph.nodes):
         layer = submodule_of(graph_module, node)
-        if not isinstance(layer, QuantLayer):
+        if not isinstance(layer, QuantLayer) or layer.input_quantizer is None or not node.args:
             continue
-        for keyword, operand in zip(layer.quantizer_arguments, node.args, strict=False):
-            if getattr(layer, keyword) is not None and keyword not in node.kwargs:
-                with graph_module.graph.inserting_before(node):
-                    call = graph_module.graph.call_module(f"{node.target}.{keyword}", (operand,))
-                call.meta = {key: value for key, value in operand.meta.items() if key == FACTS}
-                node.replace_input_with(operand, call)
+        if "input_quantizer" not in node.kwargs:
+            operand = node.args[0]
+            with graph_module.graph.inserting_before(node):
+                call = graph_module.graph.call_module(f"{node.target}.input_quantizer", (operand,))
+            call.meta = {key: value for key, value in operand.meta.items() if key == FACTS}
+            node.replace_input_with(operand, call)
 
 
 def drop_repeated(graph_module: fx.GraphModule) -> None:

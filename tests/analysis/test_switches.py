@@ -68,7 +68,6 @@ INDICES = torch.arange(6).reshape(2, 3)
 ALONE = {
     "linear": (lambda: qat.QuantLinear(4, 3), (torch.randn(5, 4),)),
     "convolution": (lambda: qat.QuantConvTranspose2d(4, 6, 3, groups=2), (torch.randn(2, 4, 5, 5),)),
-    "bilinear": (lambda: qat.QuantBilinear(4, 3, 2), (torch.randn(5, 4), torch.randn(5, 3))),
     "embedding": (lambda: qat.QuantEmbedding(9, 4), (INDICES,)),
     "sparse embedding": (lambda: qat.QuantEmbedding(9, 4, sparse=True), (INDICES,)),
     "lstm": (lambda: qat.QuantLSTM(4, 3), (torch.randn(5, 2, 4),)),

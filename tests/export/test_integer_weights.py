@@ -83,15 +83,6 @@ def test_numpy_alone_computes_the_layer() -> None:
     np.testing.assert_allclose(layer.bias_scale, layer.input_scale * layer.scale, rtol=1e-6)
 
 
-def test_a_layer_of_ones_own_with_two_inputs_stays_as_it_was() -> None:
-    model = qat.QuantBilinear(4, 3, 2)
-    qat.calibrate(model, [((draw(8, 4), draw(8, 3)), 0)])
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    (found,) = qat.integer_weights(model).values()
-    assert found.input_scale.shape == found.input_zero_point.shape == (2,)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 def test_the_rows_of_an_embedding() -> None:
     model = nn.Sequential(qat.QuantEmbedding(9, 4), qat.QuantLinear(4, 2))
     qat.calibrate(model, [torch.arange(9)])
@@ -131,7 +122,6 @@ def test_what_has_no_integers_is_a_sentence() -> None:
     (qat.QuantConvTranspose2d(6, 4, 3, groups=2, activation_spec=None), {"": ((6, 2, 3, 3), 4)}),
     (qat.QuantConv1d(2, 4, 3, weight_spec=qat.QuantSpec(granularity="tensor"), activation_spec=None),
      {"": ((4, 2, 3), 4)}),
-    (qat.QuantBilinear(3, 4, 5, activation_spec=None), {"": ((5, 3, 4), 5)}),
     (qat.QuantGRU(4, 6, activation_spec=None), {"product_ih_l0": ((18, 4), 18), "product_hh_l0": ((18, 6), 18)}),
 ], ids=lambda each: type(each).__name__)  # fmt: skip
 def test_a_layer_with_a_float_input_has_its_weights_integers(layer, shapes, tmp_path):

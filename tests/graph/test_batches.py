@@ -53,9 +53,9 @@ def test_a_loader_of_detection_data_gives_lists_of_images(count: int, target: An
 
 @pytest.mark.parametrize("labels", [LABELS, (LABELS,), (3, 5), ({"boxes": IMAGE},)])
 def test_a_tuple_of_inputs_stays_arguments(labels: Any) -> None:
-    layer = qat.QuantBilinear(3, 3, 2)
-    qat.calibrate(layer, [((torch.ones(4, 3), torch.ones(4, 3)), labels)])
-    assert layer.input_quantizer is not None and layer.input_quantizer.is_calibrated
+    model: Any = Plain(lambda self, x, y: self.layer(x + y), layer=qat.QuantLinear(3, 2))
+    qat.calibrate(model, [((torch.ones(4, 3), torch.ones(4, 3)), labels)])
+    assert model.layer.input_quantizer.is_calibrated
 
 
 @pytest.mark.parametrize(

@@ -36,15 +36,14 @@ class Everything(nn.Module):
         self.lstm = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
         self.up = nn.Sequential(nn.ConvTranspose1d(5, 6, 2, groups=1), nn.BatchNorm1d(6))
         self.twice = nn.Linear(9, 9)
-        self.mix = nn.Bilinear(9, 9, 7)
+        self.mix = nn.Linear(9, 7)
         self.table = nn.Parameter(draw(7, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.words(x)
         x = self.lstm(x + self.attention(x, x, x, need_weights=False)[0])[0]
         x = torch.relu(self.up(x))
-        y = self.twice(torch.relu(self.twice(x)))
-        return self.mix(x, y) @ self.table
+        return self.mix(self.twice(torch.relu(self.twice(x)))) @ self.table
 
 
 def test_torch_computes_the_model_from_its_integers() -> None:

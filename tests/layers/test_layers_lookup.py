@@ -1,4 +1,4 @@
-"""QuantEmbedding and QuantEmbeddingBag: a table of integers, read row by row."""
+"""QuantEmbedding: a table of integers, read row by row."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.layers import QuantEmbedding, QuantEmbeddingBag
+from qat.layers import QuantEmbedding
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from tests.layers.twin_case import assert_learns
@@ -87,70 +87,10 @@ def test_embedding_is_torchs_on_a_quantized_table(spec: str, options: dict[str, 
     check_gradients(layer, parameters)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("spec", [*SPECS, "minmax"])
-@pytest.mark.parametrize("flat", [False, True])
-def test_embedding_bag_is_torchs_on_a_quantized_table(spec, options, mode, flat):
-    if mode == "max" and "scale_grad_by_freq" in options:
-        options = {name: value for name, value in options.items() if name != "scale_grad_by_freq"}
-    torch.manual_seed(0)
-    weight_spec = {**SPECS, **WHOLE_TABLE}[spec]
-    layer = QuantEmbeddingBag(11, 6, **options, mode=mode, include_last_offset=flat, weight_spec=weight_spec)
-    indices = INDICES.reshape(-1).int() if flat else INDICES
-    # the second bag is empty
-    starts = torch.tensor([0, 3, 3, 11, 12], dtype=torch.int32) if flat else None
-    weights = torch.randn(indices.shape) if mode == "sum" else None
-    y = layer(indices, starts, weights)
-    table, parameters = whole_table(layer)
-    expected = F.embedding_bag(indices, table, starts, mode=mode, per_sample_weights=weights, include_last_offset=flat,
-                               padding_idx=layer.padding_idx)  # fmt: skip
-    if layer.scale_grad_by_freq:  # embedding_bag of torch 2.11 would count wrongly
-        counts = indices.long().reshape(-1).bincount(minlength=11).clamp(min=1)
-        table.register_hook(lambda grad: grad / counts[:, None])
-    assert y.shape == ((4, 6) if flat else (3, 6))
-    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
-    probe = torch.randn(y.shape)
-    (y * probe).sum().backward()
-    (expected * probe).sum().backward()
-    check_gradients(layer, parameters)
-
-
-def test_weights_of_a_bag_get_gradients() -> None:
-    layer = QuantEmbeddingBag(11, 6, mode="sum", padding_idx=7)
-    weights = torch.rand(INDICES.shape, requires_grad=True)
-    layer(INDICES, None, weights).sum().backward()
-    integers = layer.integers()
-    sums = (integers.codes * integers.scale).sum(1)
-    expected = torch.where(INDICES == 7, 0, sums[INDICES])
-    torch.testing.assert_close(weights.grad, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_as_a_nested_tensor(mode: Any) -> None:
-    layer = QuantEmbeddingBag(11, 6, mode=mode, padding_idx=2)
-    bags = [torch.tensor([1, 2, 5]), torch.tensor([3])]
-    given = [bags, [torch.rand(3), torch.rand(1)]] if mode == "sum" else [bags]
-    nested = [torch.nested.nested_tensor(part, layout=torch.jagged) for part in given]
-    flat, *weights = map(torch.cat, given)
-    expected = layer(flat, torch.tensor([0, 3]), *weights)
-    assert torch.equal(layer(nested[0], None, *nested[1:]), expected)
-
-
-def test_a_bag_of_paddings_only_and_no_bags() -> None:
-    layer = QuantEmbeddingBag(11, 6, padding_idx=7)
-    assert torch.equal(layer(torch.tensor([[7, 7]])), torch.zeros(1, 6))
-    empty = torch.empty(0, dtype=torch.long)
-    assert layer(empty, torch.tensor([0, 0])).shape == (2, 6)
-    assert QuantEmbedding(11, 6)(empty).shape == (0, 6)
-    assert QuantEmbedding(11, 6)(torch.tensor(3)).shape == (6,)
-
-
-@pytest.mark.parametrize("cls", [QuantEmbedding, QuantEmbeddingBag])
 @pytest.mark.parametrize("spec", [name for name in {**SPECS, **WHOLE_TABLE} if name != "apot"])
-def test_integers_stand_for_the_table(spec: str, cls: Any) -> None:
+def test_integers_stand_for_the_table(spec: str) -> None:
     torch.manual_seed(0)
-    layer = cls(11, 6, weight_spec={**SPECS, **WHOLE_TABLE}[spec])
+    layer = QuantEmbedding(11, 6, weight_spec={**SPECS, **WHOLE_TABLE}[spec])
     integers = layer.integers()
     low, high = layer.weight_quantizer.bounds()
     codes = integers.codes.numpy().astype(np.int64)
@@ -159,8 +99,12 @@ def test_integers_stand_for_the_table(spec: str, cls: Any) -> None:
         values = codes * np.repeat(integers.scale.double().numpy()[:, :, 0], 2, axis=1)
     else:
         values = (codes - integers.zero_point.double().numpy()) * integers.scale.double().numpy()
-    rows = layer(torch.arange(11)[:, None]).reshape(11, 6)
-    np.testing.assert_allclose(rows.detach().numpy(), values, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(layer(torch.arange(11)).detach().numpy(), values, rtol=1e-6, atol=1e-7)
+
+
+def test_look_ups_of_none_and_of_one() -> None:
+    assert QuantEmbedding(11, 6)(torch.empty(0, dtype=torch.long)).shape == (0, 6)
+    assert QuantEmbedding(11, 6)(torch.tensor(3)).shape == (6,)
 
 
 def test_integers_hold_rows_that_max_norm_has_yet_to_shorten() -> None:
@@ -204,11 +148,9 @@ def test_a_broken_scale_is_repaired_in_training() -> None:
     assert bool(layer.weight_quantizer.scale.isfinite().all())
 
 
-@pytest.mark.parametrize("cls", [QuantEmbedding, QuantEmbeddingBag])
-def test_sparse_gradients(cls: Any) -> None:
+def test_sparse_gradients() -> None:
     torch.manual_seed(0)
-    layer = cls(11, 6, sparse=True)
-    dense = cls(11, 6)
+    layer, dense = QuantEmbedding(11, 6, sparse=True), QuantEmbedding(11, 6)
     dense.load_state_dict(layer.state_dict())
     probe = torch.randn(dense(INDICES).shape)
     for either in (layer, dense):

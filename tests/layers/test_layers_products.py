@@ -1,4 +1,4 @@
-"""Layers of one product (linear, bilinear, convolutions): torch's layer on quantized operands, and on integers.
+"""Layers of one product (linear, convolutions): torch's layer on quantized operands, and on integers.
 
 The reference is torch's own layer in float64, where sums of these integers are exact.
 """
@@ -11,79 +11,72 @@ import torch
 from torch import Tensor
 
 import qat
-from qat.layers import QuantBilinear, QuantConv2d, QuantLayer, fold_weight
-from qat.quantizer import Quantizer
+from qat.layers import QuantConv2d, QuantLayer, fold_weight
 from qat.spec import QuantSpec
 from tests.layers.twin_case import CASES, SHAPES, Case, convolution, grid_for, trained_norm
 
-PRODUCTS = {name: case for name, case in CASES.items() if getattr(case.twin_type, "quantizer_arguments", ())}
+PRODUCTS = {name: case for name, case in CASES.items() if getattr(case.twin_type, "has_input_grid", False)}
 every_product = pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
 
 
 class Example:
-    """A layer, inputs on grids with very different steps, and the integers of its weight by the formula."""
+    """A layer, an input on a grid, and the integers of its weight by the formula."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         self.case = case
         self.layer: Any = case.twin_type(**case.arguments, activation_spec=None)
-        raw = [x * 30**number for number, x in enumerate(case.inputs())]
-        bits = 8 if len(raw) == 1 else 4
-        self.grids = [grid_for(x, bits) for x in raw]
-        self.inputs = [grid(x).detach() for grid, x in zip(self.grids, raw, strict=True)]
+        (raw,) = case.inputs()
+        self.grid = grid_for(raw)
+        self.input = self.grid(raw).detach()
         scale = self.layer.weight_quantizer.scale.detach()
         self.scale = scale.flatten().double()
         rows = torch.clamp(torch.round(self.layer.channels_first(self.layer.weight.detach()) / scale), -127, 127)
         self.codes, self.quantized = self.layer.torch_layout(rows), self.layer.torch_layout(rows * scale)
 
-    def plain(self, weight: Tensor, inputs: list[Tensor], bias: Tensor | None) -> Tensor:
+    def plain(self, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         layer = self.case.float_type(**{**self.case.arguments, "bias": bias is not None}, dtype=torch.float64)
         layer.weight.data.copy_(weight)
         if bias is not None:
             layer.bias.data.copy_(bias)
-        y: Tensor = layer(*(x.double() for x in inputs)).detach()
+        y: Tensor = layer(x.double()).detach()
         return y
-
-    def named_grids(self) -> dict[str, Quantizer]:
-        return dict(zip(self.layer.quantizer_arguments, self.grids, strict=True))
 
     def column(self, values: Tensor) -> Tensor:
         """One value for each output channel, which of images is the second axis."""
-        return values.reshape(-1, *[1] * (self.inputs[0].dim() - 2)) if len(self.inputs[0].shape) > 2 else values
+        return values.reshape(-1, *[1] * (self.input.dim() - 2)) if self.input.dim() > 2 else values
 
 
 @every_product
 def test_training_is_torchs_layer_on_quantized_operands(case: Case) -> None:
     example = Example(case)
-    expected = example.plain(example.quantized, example.inputs, example.layer.bias).float()
-    for layer in (example.layer.train(), example.layer.eval()):  # evaluated without the grids of its inputs
-        torch.testing.assert_close(layer(*example.inputs), expected, rtol=1e-5, atol=1e-5)
+    expected = example.plain(example.quantized, example.input, example.layer.bias).float()
+    for layer in (example.layer.train(), example.layer.eval()):  # evaluated without the grid of its input
+        torch.testing.assert_close(layer(example.input), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
 @every_product
 def test_evaluation_is_integer_arithmetic(case: Case, with_norm: bool) -> None:
     example = Example(case)
-    layer, channels, images = example.layer.eval(), len(example.scale), example.inputs[0].dim() > 2
+    layer, channels, images = example.layer.eval(), len(example.scale), example.input.dim() > 2
     if with_norm and not images:
         return
-    norm = trained_norm(channels, example.inputs[0].dim() - 2) if with_norm else None
-    grids, steps = example.named_grids(), [grid.scale.item() for grid in example.grids]
-    integers = [(x.double() / step).round() for x, step in zip(example.inputs, steps, strict=True)]
-    total = example.plain(example.codes, integers, None)
+    norm = trained_norm(channels, example.input.dim() - 2) if with_norm else None
+    step = example.grid.scale.item()
+    total = example.plain(example.codes, (example.input.double() / step).round(), None)
     gain, shift = torch.ones(channels).double(), torch.zeros(channels).double()
     if layer.bias is not None:
         shift = layer.bias.detach().double()
     if norm is not None:
         gain = norm.weight.detach().double() / torch.sqrt(norm.running_var.double() + norm.eps)
         shift = (shift - norm.running_mean.double()) * gain + norm.bias.detach().double()
-    unit = gain.abs() * example.scale * np.prod(steps)
+    unit = gain.abs() * example.scale * step
     exact = total * example.column(gain.sign() * unit) + example.column(shift)
-    given = {"norm": norm} if with_norm else {}
-    got = layer(*example.inputs, **grids, **given).detach().double()
+    got = layer(example.input, example.grid, norm).detach().double()
     # The bias is rounded to a multiple of the unit; the rest is exact in float32.
     assert bool(((got - exact).abs() <= example.column(0.5001 * unit) + 3e-7 * exact.abs() + 1e-6).all())
-    found = layer.integers(**grids, **given)
+    found = layer.integers(example.grid, norm)
     rounded = found.bias_codes.detach().double()
     assert torch.equal(rounded, rounded.round())
     alive = unit > 0
@@ -148,37 +141,13 @@ def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
     torch.testing.assert_close(quantized, layer.weight, rtol=0, atol=layer.weight_quantizer.scale.max().item() * 0.501)
 
 
-def test_sums_beyond_float32_are_exact() -> None:
-    """The sum of 1024 products of three 8-bit integers exceeds float32's 24 bits and int32's 31."""
-    torch.manual_seed(0)
-    layer = QuantBilinear(32, 32, 2, bias=False, activation_spec=None).eval()
-    unit_grid = grid_for(torch.tensor([0.0, 255.0]))
-    with torch.no_grad():
-        layer.weight.copy_(torch.where(torch.rand(2, 32, 32) < 0.6, 127.0, -126.0))
-    layer.calibrate_weight()
-    x1, x2 = torch.randint(200, 256, (3, 32)).float(), torch.randint(200, 256, (3, 32)).float()
-    exact = np.einsum("ni,oij,nj->no", *(tensor.detach().numpy().astype(np.int64) for tensor in (x1, layer.weight, x2)))
-    assert np.abs(exact).max() > 2**24
-    got = layer(x1.double(), x2.double(), unit_grid, unit_grid).detach().numpy()
-    np.testing.assert_array_equal(got, exact)
-
-
-def test_without_two_integer_grids_it_is_evaluated_as_trained() -> None:
-    example = Example(CASES["bilinear"])
-    layer, inputs, grids = example.layer, example.inputs, example.named_grids()
-    trained = layer(*inputs, **grids)
-    assert not torch.equal(layer.eval()(*inputs, **grids), trained)
-    for name, grid in grids.items():
-        assert torch.equal(layer(*inputs, **{name: grid}), trained)
-
-
 @pytest.mark.parametrize("spec", [QuantSpec(granularity="group", group_size=1), QuantSpec(bits=4, rule="apot")])
 @every_product
 def test_without_integers_a_layer_is_evaluated_as_trained(case: Case, spec: QuantSpec) -> None:
     layer: QuantLayer = case.twin_type(**case.arguments, weight_spec=spec, activation_spec=None)
-    inputs = case.inputs()
-    grids = dict(zip(layer.quantizer_arguments, map(grid_for, inputs), strict=True))
-    torch.testing.assert_close(layer.train()(*inputs, **grids), layer.eval()(*inputs, **grids), rtol=0, atol=0)
+    (x,) = case.inputs()
+    grid = grid_for(x)
+    torch.testing.assert_close(layer.train()(x, grid), layer.eval()(x, grid), rtol=0, atol=0)
 
 
 def test_gamma_zero_and_negative_gamma_are_exact() -> None:

@@ -1,4 +1,4 @@
-"""QuantLSTM, QuantGRU, QuantRNN: torch's results on fine grids, a NumPy reference on coarse ones, and the plumbing."""
+"""QuantLSTM and QuantGRU: torch's results on fine grids, a NumPy reference on coarse ones, and the plumbing."""
 
 import warnings
 from typing import Any
@@ -16,7 +16,7 @@ from tests.layers.twin_case import CASES, RECURRENT, Array, activations, fine_tw
 
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 variants = pytest.mark.parametrize("variant", RECURRENT)
-kinds = pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
+kinds = pytest.mark.parametrize("kind", ["lstm", "gru"])
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -73,8 +73,6 @@ def step_reference(twin: Any, suffix: str, x: Array, h: Array, c: Array, integer
         z = sigmoid(xz + hz)
         return z * h + (1 - z) * np.tanh(xn + sigmoid(xr + hr) * hn), c
     total = from_input + from_hidden
-    if isinstance(twin, nn.RNN):
-        return np.maximum(total, 0) if twin.nonlinearity == "relu" else np.tanh(total), c
     i, f, g, o = np.split(total, 4, -1)
     c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
     h = sigmoid(o) * np.tanh(c)

@@ -12,7 +12,6 @@ import qat
 from qat.layers import QuantLayer, QuantLinear, QuantMultiheadAttention, register_twin
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.spec import QuantSpec
-from tests.layers.twin_case import grid_for
 from tests.references.prepared_case import Plain, draw
 from tests.references.rule_specs import plain
 
@@ -176,7 +175,6 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
      "activation_spec must be a QuantSpec, None or 'default', got 8"),
     (lambda: qat.QuantConvTranspose1d(2, 2, 3, activation_spec=None)(torch.zeros(1, 2, 6), [8]), TypeError, "size="),
     (lambda: qat.QuantConvTranspose2d(1, 1, 1, padding_mode="reflect"), ValueError, "QuantConvTranspose2d"),
-    (lambda: qat.QuantBilinear(5, 7, 4).integers(grid_for(torch.ones(1))), ValueError, "other_quantizer"),
     # attention
     (lambda: QuantMultiheadAttention.from_float(replaced_out_proj()), TypeError,
      "out_proj must be a Linear, got QuantLinear"),
@@ -190,20 +188,18 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     # recurrent layers
     (lambda: qat.QuantGRU(4, 6)(torch.zeros(2, 3, 5)), ValueError, r"\(L, N, 4\) or \(L, 4\), got \(2, 3, 5\)"),
     (lambda: qat.QuantGRU(4, 6, batch_first=True)(torch.zeros(4)), ValueError, r"\(N, L, 4\) or \(L, 4\), got \(4,\)"),
-    (lambda: qat.QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError, r"at least one step.*\(2, 0, 4\)"),
-    (lambda: qat.QuantRNN(4, 6)(ROWS, torch.zeros(1, 6)), ValueError, r"h_0 must have shape \(1, 3, 6\), got \(1, 6\)"),
+    (lambda: qat.QuantGRU(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError, r"at least one step.*\(2, 0, 4\)"),
+    (lambda: qat.QuantGRU(4, 6)(ROWS, torch.zeros(1, 6)), ValueError, r"h_0 must have shape \(1, 3, 6\), got \(1, 6\)"),
     (lambda: qat.QuantLSTM(4, 6)(ROWS[0], (torch.zeros(1, 6), torch.zeros(1, 5))), ValueError,
      r"c_0 must have shape \(1, 6\), got \(1, 5\)"),
     (lambda: qat.QuantLSTM(4, 6)(ROWS, torch.zeros(1, 3, 6)), TypeError, "hx must be a pair.*got Tensor"),
     # tables
     (lambda: qat.QuantEmbedding(3, 2, activation_spec=QuantSpec()), ValueError,  # type: ignore[arg-type]
      "activation_spec must be None"),
-    (lambda: qat.QuantEmbeddingBag.from_float(nn.EmbeddingBag(3, 2), None, QuantSpec()), ValueError,
+    (lambda: qat.QuantEmbedding.from_float(nn.Embedding(3, 2), None, QuantSpec()), ValueError,
      "activation_spec must be None"),
     (lambda: qat.QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")), ValueError,
      "sparse=True .*got 'dorefa', 'channel' and 'none'"),
-    (lambda: qat.QuantEmbeddingBag(3, 2, sparse=True, mode="max"), ValueError, "sparse=True .*'max'"),
-    (lambda: qat.QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"), ValueError, "scale_grad_by_freq=True"),
     (lambda: qat.QuantEmbedding(3, 2, weight_spec=APOT).integers(), ValueError, "'apot', whose values lie on no"),
 ]  # fmt: skip
 

@@ -45,8 +45,6 @@ RECURRENT: dict[str, tuple[Any, dict[str, Any]]] = {
     "gru": (nn.GRU, {}),
     "gru without bias": (nn.GRU, {"bias": False, "batch_first": True}),
     "gru both ways": (nn.GRU, {"num_layers": 2, "bidirectional": True}),
-    "rnn": (nn.RNN, {"batch_first": True}),
-    "rnn relu": (nn.RNN, {"nonlinearity": "relu", "num_layers": 2, "bidirectional": True, "bias": False}),
 }
 
 
@@ -76,21 +74,14 @@ def indices() -> tuple[Tensor]:
 
 
 def cases() -> dict[str, Case]:
-    linear, bilinear = {"in_features": 7, "out_features": 3}, {"in1_features": 5, "in2_features": 7, "out_features": 4}
-    table = {"num_embeddings": 11, "embedding_dim": 6}
+    linear, table = {"in_features": 7, "out_features": 3}, {"num_embeddings": 11, "embedding_dim": 6}
     limited = {**table, "padding_idx": 2, "max_norm": 1.0, "norm_type": 1.0}
-    sums = {"mode": "sum", "sparse": True, "include_last_offset": True}
     found = {
         "linear": Case(nn.Linear, linear, drawn((2, 7))),
         "linear without bias": Case(nn.Linear, {**linear, "bias": False}, drawn((2, 7))),
-        "bilinear": Case(nn.Bilinear, bilinear, drawn((3, 5), (3, 7))),
-        "bilinear without bias": Case(nn.Bilinear, {**bilinear, "bias": False}, drawn((3, 5), (3, 7))),
         "embedding": Case(nn.Embedding, table, indices),
         "embedding, limited": Case(nn.Embedding, {**limited, "scale_grad_by_freq": True}, indices),
         "embedding, sparse": Case(nn.Embedding, {**table, "sparse": True}, indices),
-        "bag": Case(nn.EmbeddingBag, table, indices),
-        "bag, max": Case(nn.EmbeddingBag, {**limited, "mode": "max"}, indices),
-        "bag, sparse": Case(nn.EmbeddingBag, {**table, **sums}, indices),
     }
     for axes, shape in SHAPES.items():
         for transposed, options in GEOMETRIES:

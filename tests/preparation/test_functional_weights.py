@@ -130,6 +130,9 @@ def test_functions_without_a_twin_are_named() -> None:
         "conv_transpose2d": "conv_transpose2d of these operands has no quantized twin",
         "w": "conv_transpose2d reads it as a plain tensor",
     }
+    bags = Plain(lambda self, x: self.c(F.embedding_bag(x, self.w)), w=parameter(11, 4), c=nn.Linear(4, 3))
+    found = noted(qat.prepare(bags, example_inputs=torch.arange(10).view(2, 5)), LEFT_IN_FLOAT)
+    assert found == {"embedding_bag": "embedding_bag of these operands has no quantized twin"}
 
 
 class NormAct(nn.BatchNorm2d):

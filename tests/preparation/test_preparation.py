@@ -304,7 +304,8 @@ def test_the_table_has_every_layer_and_its_reason() -> None:
     check_counts(model)
     table = rows(qat.summary(model))
     left = {name: row for name, row in table.items() if row[1] == "float"}
-    assert set(left) == {"skipped", "norm", "gain", "unused", "deep.unused"}
+    assert set(left) == {"skipped", "norm", "gain", "pair", "unused", "deep.unused"}
+    assert left["pair"][-1] == "stays float: Bilinear has no quantized twin"
     assert left["skipped"][-1] == "stays float: skipped by the recipe's pattern 'skipped'"
     assert left["norm"][-1] == "stays float: LayerNorm computes in float"
     assert left["gain"][-1].endswith("mul reads it as a plain tensor")

@@ -22,8 +22,7 @@ from qat.integers.evaluation import call_names
 from qat.integers.freezing import handed, integers_of
 from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, asks_for_shape, window
 from qat.kernels.cpu.quantizers import NO_CLIP
-from qat.layers import QuantLayer
-from qat.layers.embedding import QuantTable
+from qat.layers import QuantEmbedding, QuantLayer
 from qat.preparation.operations import (
     AVERAGING,
     JOINING,
@@ -115,7 +114,7 @@ class Writer:
 
     def _takes_codes(self, node: fx.Node) -> bool:
         layer = submodule_of(self.model, node)
-        if not isinstance(layer, QuantLayer) or isinstance(layer, QuantTable) or geometry_of(layer) is None:
+        if not isinstance(layer, QuantLayer) or isinstance(layer, QuantEmbedding) or geometry_of(layer) is None:
             return False
         quantizer, grid = handed(node, "input_quantizer", self.values), self._grid(node.args[0])
         if grid is None or submodule_of(self.model, grid) is not quantizer or not layer.weight_quantizer.has_integers:

@@ -14,7 +14,6 @@ import qat
 from tests.codes.test_evaluating import CASES, plainly, prepared, program_of
 from tests.export.test_export_layers import quantized
 from tests.fuzz.own import OwnConv2d
-from tests.references.prepared_case import Plain
 
 MODES = ("reflect", "circular", "replicate")
 
@@ -67,13 +66,6 @@ def test_a_layer_that_is_not_on_codes_sums_integers(layer: Any) -> None:
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer(), nn.ReLU(), layer(), nn.ReLU(), nn.Conv2d(16, 8, 1))
     model = quantized(net, x)
     assert torch.equal(qat.convert(model)(x), plainly(model, x))
-
-
-def test_a_bilinear_layer_sums_integers() -> None:
-    pair = (torch.randn(8, 5), torch.randn(8, 6))
-    model: Any = qat.prepare(Plain(lambda self, a, b: self.both(a, b), both=nn.Bilinear(5, 6, 4)), example_inputs=pair)
-    qat.calibrate(model, [(pair,)])
-    assert torch.equal(qat.convert(model.eval(), "reference")(*pair), model(*pair))
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
