@@ -46,7 +46,7 @@ class IntegerStep:
     acc is what the operator makes of q - zero_point of its inputs, exactly: sum((q - zero_point) * weight) + bias of a
     layer, a fraction of an average; operands of a sum or concatenation have a multiplier each. `round` takes ties to
     the even integer in torch, ONNX Runtime and XNNPACK, and away from zero in LiteRT's fixed point; those of averages
-    fall as `ties` says. Without a multiplier integers move (reshape, max pooling), or the step is in float.
+    and some sums fall as `ties` says. Without a multiplier integers move (reshape, max pooling), or the step is in float.
 
     Attributes:
         operator: "conv2d", "add", "avg_pool", "requantize", "clip"; or torch's name. "quantize" is clamp(round(x /
@@ -56,8 +56,8 @@ class IntegerStep:
         arrays: integers of a layer, as of `integer_weights`, where they have the name `layer`.
         grid: of the result; None if that is in float, of a layer acc * arrays.bias_scale.
         low, high: least and greatest integer of the result, also of a ReLU or ReLU6 behind it; values of a float.
-        ties: of integers k and k + 1 of an average for LiteRT: "up" to k + 1, "away" to k + 1 where k >= 0, else to k.
-            None: those of other averages are float32's of sum(q) / count * scale, on either side.
+        ties: of integers k and k + 1 of an average, or a sum on grids of powers of two, for LiteRT: "up" to k + 1,
+            "away" to k + 1 where k >= 0, else to k. None: float32's, of an average on either side.
         multiplier, shift: int64 of 31 bits, and int64; (), or (output channels,), or (operands,).
         in_float: True if there is no integer arithmetic for it: the operator in float, of its inputs' values.
     """
@@ -155,7 +155,7 @@ class _Reader:
             if made.unit is not None:
                 real = np.asarray(made.unit, np.float64) / grid.scale
                 common = np.abs(real).max() if made.step.arrays is None else real  # operands are added
-                shift = 31 - np.frexp(common)[1].astype(np.int64)
+                shift = np.minimum(31 - np.frexp(common)[1].astype(np.int64), 62)  # beyond it int64 has no product
                 multiplier = np.minimum(np.rint(real * 2.0**shift), 2**31 - 1).astype(np.int64)
         in_float = made.step.in_float or (grid is None and made.step.arrays is None)
         while name in self.steps:

@@ -183,10 +183,12 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
         if isinstance(module, QuantLayer):
             _pass_input_quantizers(node, module, graph_module, recipe)
         elif isinstance(module, Quantizer):
-            average = _before_relus(node.args[0], graph_module)
-            kind = operation_of(average, graph_module, AVERAGING)
+            source = _before_relus(node.args[0], graph_module)
+            kind = operation_of(source, graph_module, {**AVERAGING, **JOINING})
+            if kind in JOINING and module.spec.rule != "power_of_two":
+                continue  # sums on other grids hardly ever are ties
             if kind is not None and (rule := placement.profile.ties.get(kind)) is not None:
-                name = free_name(graph_module, f"{average.name}_ties")
+                name = free_name(graph_module, f"{source.name}_ties")
                 graph_module.add_submodule(name, Ties(module, rule))
                 with graph_module.graph.inserting_before(node):
                     node.args = (graph_module.graph.call_module(name, node.args),)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.graph.in_place import Memory, written_by
-from qat.graph.nodes import FACTS, is_call, scope_of, submodule_of
+from qat.graph.nodes import FACTS, given_by_name, is_call, scope_of, submodule_of
 from qat.preparation.operations import FLOAT_PRODUCTS, NONLINEAR, is_relu, operation_of, passes_grid
 from qat.preparation.replacements import SPLIT
 from qat.quantizer import Quantizer
@@ -70,6 +70,11 @@ def _clip_before_moves(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
         if not is_relu(node, graph_module) or len(node.all_input_nodes) != 1:
             continue
+        given = given_by_name(node, ("input", "min", "max"))
+        clamps = node.target in ("clamp", "clip", torch.clamp, torch.clip)
+        if clamps and given.get("min") == 0 and given.get("max") is None:
+            # torch.onnx writes a Max, behind which a layer stays in float
+            node.op, node.target, node.args, node.kwargs = "call_function", torch.relu, tuple(node.all_input_nodes), {}
         source, (first,) = node.all_input_nodes[0], node.all_input_nodes
         while passes_grid(source, graph_module) and len(source.users) == 1 and _commutes(source, node, graph_module):
             first, source = source, source.args[0]

@@ -249,12 +249,12 @@ _LITERT = replace(
         "sigmoid": _PROBABILITY, "softmax": _PROBABILITY, "hardsigmoid": _PROBABILITY, "tanh": (1 / 128, 0),
     },
     split_operations=frozenset({"silu"}),
-    ties={"avg_pool": "away", "interpolate": "up"},
+    ties={"avg_pool": "away", "interpolate": "up", "add": "up", "sub": "up"},
     file="tflite",
     reasons={
         **_INTEGER_ONLY.reasons,
         "fixed_grids": Reason("the kernels of LOGISTIC, SOFTMAX and TANH check the grid of their result", _TFLITE),
-        "ties": Reason("AVERAGE_POOL_2D rounds half of a sum's count away from 0, XNNPACK's bilinear up", _TFLITE),
+        "ties": Reason("AVERAGE_POOL_2D rounds a half away from 0, XNNPACK's sums and bilinear images up", _TFLITE),
         "split_operations": Reason("it has no operator for SiLU, but LOGISTIC and MUL"),
     },
 )  # fmt: skip

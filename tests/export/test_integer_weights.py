@@ -83,6 +83,14 @@ def test_numpy_alone_computes_the_layer() -> None:
     np.testing.assert_allclose(layer.bias_scale, layer.input_scale * layer.scale, rtol=1e-6)
 
 
+def test_a_channel_of_zeros_has_a_product_in_int64() -> None:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    nn.init.zeros_(layers[1].weight[1:2])
+    model = quantized(nn.Sequential(*layers), draw(8, 3, 6, 6), qat.QuantRecipe(target="litert"))
+    step = qat.integer_program(model)["0_quantizer"]
+    assert step.shift.max() == 62 and step.multiplier[1] == 0 and (step.multiplier[[0, 2, 3]] >= 2**30).all()
+
+
 def test_the_rows_of_an_embedding() -> None:
     model = nn.Sequential(qat.QuantEmbedding(9, 4), qat.QuantLinear(4, 2))
     qat.calibrate(model, [torch.arange(9)])

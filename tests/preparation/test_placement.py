@@ -67,6 +67,8 @@ PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, se
         lambda self, x: self.b(F.max_pool2d(F.pad(self.a(x), (1, 1), value=-torch.inf), 2)), convs(), IMAGE,
         {"input", "a"},
     ),
+    "conv, max pool, clamp at 0": (lambda self, x: self.b(F.max_pool2d(self.a(x), 2).clamp(min=0)), convs(), IMAGE,
+                                   {"input", "a"}),
     "conv is the output": (lambda self, x: self.a(x), convs(), IMAGE, {"input"}),
     "conv, ReLU is the output": (lambda self, x: F.relu(self.a(x)), convs(), IMAGE, {"input"}),
     "conv, sigmoid is the output": (lambda self, x: self.a(x).sigmoid(), convs(), IMAGE, {"input", "a"}),

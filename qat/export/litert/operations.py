@@ -270,6 +270,13 @@ def transposition(writer: Writer, shape: Shape, x: object, first: int, second: i
     return permutation(writer, shape, x, order)
 
 
+@moving
+def part_inside(writer: Writer, shape: Shape, x: Coded, pairs: Sequence[tuple[int, int]]) -> Coded:
+    """Write STRIDED_SLICE for margins below 0."""
+    ends = [slice(max(-a, 0), size - max(-b, 0)) for size, (a, b) in zip(x.axes.shape, pairs, strict=True)]
+    return writer.sliced(x, tuple(end.stop - end.start for end in ends), dict(enumerate(ends)))
+
+
 def zero_margins(
     writer: Writer, shape: Shape, x: object, margins: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Result:
@@ -279,6 +286,11 @@ def zero_margins(
         raise UnwritableError(f"padding with {value or mode} is not written; only 0 and -inf lie on every grid")
     # torch lists the margins of the last axis first.
     pairs = [(0, 0)] * (len(shape) - len(margins) // 2) + list(zip(margins[-2::-2], margins[-1::-2], strict=True))
+    if any(min(pair) < 0 for pair in pairs):
+        x = part_inside(writer, shape, x, pairs)
+        pairs = [(max(first, 0), max(last, 0)) for first, last in pairs]
+        if not any(map(any, pairs)):
+            return x
     stored = [pairs[axis] for axis in layout(len(shape))]
     if not isinstance(x, Pending):
         return pad(writer, writer.coded(x, "a view"), stored, code)

@@ -77,15 +77,17 @@ def test_bilinear_images_differ_at_ties_alone(options, exact, tmp_path) -> None:
         assert engine not in exact or not resized.beyond_ties, resized
 
 
-@pytest.mark.parametrize(("average", "rule"), [
+@pytest.mark.parametrize(("between", "rule"), [
     (nn.Upsample(scale_factor=2.0, mode="bilinear"), "up"),
     *[(each, "away") for each in (nn.AvgPool2d(2), nn.AvgPool2d(3, 2), nn.AvgPool2d(4), nn.AdaptiveAvgPool2d(2))],
     (Plain(lambda self, x: F.relu(x.mean((2, 3), keepdim=True))), "away"),
+    (Plain(lambda self, x: F.relu(x - self.e(x)), e=nn.Conv2d(6, 6, 1)), "up"),
 ])  # fmt: skip
-def test_ties_of_averages_are_xnnpacks(average: nn.Module, rule: str, tmp_path: Path) -> None:
-    """Point 75: signed integers of even counts, in evaluation with gradients or without."""
+def test_ties_are_xnnpacks(between: nn.Module, rule: str, tmp_path: Path) -> None:
+    """Point 75: signed integers of even counts, and sums on grids of powers of two."""
     x, path = draw(6, 4, 16, 16), tmp_path / "model.tflite"
-    model = prepared(nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), average, nn.Conv2d(6, 5, 1)), x)
+    layers = nn.Conv2d(4, 6, 3, padding=1), between, nn.Conv2d(6, 5, 1)
+    model = prepared(nn.Sequential(*layers), x, activation={"rule": "power_of_two"})
     qat.export_litert(model, path, x)
     layers = compare_litert_layers(path, model, x, engine="xnnpack")
     assert not any(each.differing for each in layers), layers
@@ -190,6 +192,7 @@ OTHERS = {
                                            nn.AvgPool2d(3), nn.Flatten(), nn.Linear(54, 5)),
     "a bound leaves out the 0 of a margin": nn.Sequential(nn.Conv2d(4, 4, 1), nn.ZeroPad2d(1), nn.Hardtanh(0.5, 2.0),
                                                           nn.Conv2d(4, 4, 1)),
+    "margins below 0": nn.Sequential(nn.Conv2d(4, 4, 1), nn.ZeroPad2d((-1, 2, 1, -2)), nn.Conv2d(4, 4, 3)),
     "a pool before its activation": nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(4, 4, 1)),
     "margins that no maximum chooses (point 91)": Lambda(
         lambda a, _: F.max_pool2d(F.pad(a, (0, 1, 0, 1), value=-torch.inf), 3, 2)
