@@ -46,7 +46,7 @@ class IntegerStep:
     acc is what the operator makes of q - zero_point of its inputs, exactly: sum((q - zero_point) * weight) + bias of a
     layer, a fraction of an average; operands of a sum or concatenation have a multiplier each. `round` takes ties to
     the even integer in torch, ONNX Runtime and XNNPACK, and away from zero in LiteRT's fixed point; those of averages
-    and some sums fall as `ties` says. Without a multiplier integers move (reshape, max pooling), or the step is in float.
+    and some sums fall as `ties` says. Without a multiplier integers move (reshape, max pooling), or it is in float.
 
     Attributes:
         operator: "conv2d", "add", "avg_pool", "requantize", "clip"; or torch's name. "quantize" is clamp(round(x /

@@ -35,6 +35,7 @@ def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> No
     for node in list(graph_module.graph.nodes):
         operation, written = operation_of(node, graph_module, NONLINEAR), written_by(node, graph_module)
         behind_norm = written is not None and isinstance(submodule_of(graph_module, written), AnyBatchNorm)
+        behind_norm &= is_relu(node, graph_module)  # a step runs curves that are written over as one
         if written is not None and not memory.is_unseen(node):
             continue
         module: Any = submodule_of(graph_module, node)
