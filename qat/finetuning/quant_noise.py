@@ -46,12 +46,10 @@ class QuantNoise:
 
     def __init__(self, model: nn.Module, *, share: float, until: float = 0.5) -> None:
         expect_model(QuantNoise, model, locals())
-        for name, value, inside, bounds in (
-            ("share", share, 0 <= share < 1, "from 0 to below 1"),
-            ("until", until, 0 < until <= 1, "above 0 to 1"),
-        ):
-            if not inside:
-                raise ValueError(f"QuantNoise: {name} must be {bounds}, got {value!r}")
+        if not 0 <= share < 1:
+            raise ValueError(f"QuantNoise: share must be from 0 to below 1, got {share!r}")
+        if not 0 < until <= 1:
+            raise ValueError(f"QuantNoise: until must be above 0 to 1, got {until!r}")
         self.share, self.until, self.rate = share, until, 1.0
         found = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == "weight"]
         if not found:

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-"""Layers that keep values on their grid in evaluation, but not in training."""
+from qat.preparation.operations import DROPOUTS
 
 RESTING = ("StochasticDepth", "DropPath")
 """Classes that pass their input in evaluation: torchvision's, timm's, and copies."""

@@ -14,12 +14,14 @@ from qat.graph.nodes import FACTS, WRITTEN_LATER, dimensions, given_by_name, is_
 from qat.quantizer import Quantizer
 from qat.targets.profile import Operation
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+"""Layers that keep values on their grid in evaluation, but not in training."""
+
 MAX_POOL_MODULES = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 MAX_POOLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d}
 PASSING_MODULES = (
     *MAX_POOL_MODULES, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Flatten, nn.Unflatten,
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.ChannelShuffle,
-    nn.PixelShuffle, nn.PixelUnshuffle,
+    nn.Identity, *DROPOUTS, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle,
 )  # fmt: skip
 MOVING_FUNCTIONS = {
     torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.chunk,

@@ -183,16 +183,21 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict
         if isinstance(module, QuantLayer):
             _pass_input_quantizers(node, module, graph_module, recipe)
         elif isinstance(module, Quantizer):
-            source = _before_relus(node.args[0], graph_module)
-            kind = operation_of(source, graph_module, {**AVERAGING, **JOINING})
-            if kind in JOINING and module.spec.rule != "power_of_two":
-                continue  # sums on other grids hardly ever are ties
-            if kind is not None and (rule := placement.profile.ties.get(kind)) is not None:
-                name = free_name(graph_module, f"{source.name}_ties")
-                graph_module.add_submodule(name, Ties(module, rule))
-                with graph_module.graph.inserting_before(node):
-                    node.args = (graph_module.graph.call_module(name, node.args),)
+            _move_ties(node, module, placement)
     return compromises
+
+
+def _move_ties(node: fx.Node, quantizer: Quantizer, placement: Placement) -> None:
+    graph_module = placement.graph_module
+    source = _before_relus(node.all_input_nodes[0], graph_module)
+    kind = operation_of(source, graph_module, {**AVERAGING, **JOINING})
+    if kind in JOINING and quantizer.spec.rule != "power_of_two":
+        return  # sums on other grids hardly ever are ties
+    if kind is not None and (rule := placement.profile.ties.get(kind)) is not None:
+        name = free_name(graph_module, f"{source.name}_ties")
+        graph_module.add_submodule(name, Ties(quantizer, rule))
+        with graph_module.graph.inserting_before(node):
+            node.args = (graph_module.graph.call_module(name, node.args),)
 
 
 def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement) -> list[list[fx.Node]]:

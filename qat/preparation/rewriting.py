@@ -9,14 +9,12 @@ from torch import fx, nn
 
 from qat.graph.in_place import Memory, written_by
 from qat.graph.nodes import FACTS, given_by_name, is_call, scope_of, submodule_of
-from qat.preparation.operations import FLOAT_PRODUCTS, NONLINEAR, is_relu, operation_of, passes_grid
+from qat.preparation.operations import DROPOUTS, FLOAT_PRODUCTS, NONLINEAR, is_relu, operation_of, passes_grid
 from qat.preparation.replacements import SPLIT
 from qat.quantizer import Quantizer
 from qat.recipe import ScopedRecipe
 from qat.targets import TargetProfile
 from qat.torch_internals import AnyBatchNorm, AnyConvolution
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
@@ -82,8 +80,7 @@ def _clip_before_moves(graph_module: fx.GraphModule) -> None:
         linear = isinstance(submodule_of(graph_module, source), AnyConvolution | nn.Linear | AnyBatchNorm)
         if source is first or len(source.users) > 1 or not (linear or source.target in FLOAT_PRODUCTS):
             continue
-        last = node.all_input_nodes[0]
-        node.replace_all_uses_with(last)
+        node.replace_all_uses_with(last := node.all_input_nodes[0])
         node.replace_input_with(last, source)
         first.replace_input_with(source, node)
         source.append(node)
@@ -91,11 +88,11 @@ def _clip_before_moves(graph_module: fx.GraphModule) -> None:
 
 
 def _commutes(move: fx.Node, clip: fx.Node, graph_module: fx.GraphModule) -> bool:
-    # A ReLU keeps 0 and a factor of dropout, which bounds do not.
-    clips_below_zero = is_call(clip, (nn.ReLU,), {F.relu, F.relu_, torch.relu}, {"relu", "relu_"}, graph_module)
-    alpha = isinstance(submodule_of(graph_module, move), nn.AlphaDropout)
-    changes = is_call(move, DROPOUTS, {F.dropout, F.pad}, set(), graph_module)
-    return not alpha and (clips_below_zero or not changes)
+    # A clip may save its result for the backward; a ReLU keeps 0 and a factor of dropout, which bounds do not.
+    if isinstance(submodule_of(graph_module, move), nn.AlphaDropout) or written_by(move, graph_module) is not None:
+        return False
+    relu = is_call(clip, (nn.ReLU,), {F.relu, F.relu_, torch.relu}, {"relu", "relu_"}, graph_module)
+    return relu or not is_call(move, DROPOUTS, {F.dropout, F.pad}, set(), graph_module)
 
 
 def _split(node: fx.Node, x: Any) -> None:

@@ -14,8 +14,7 @@ class Ties(nn.Module):
     """Moves averages on ties between two integers to the side that a rule names.
 
     y = x + scale / 4096 in evaluation, with "away" - scale / 4096 where x / scale + zero_point < 0; x in training, and
-    in exports, whose kernels do that themselves. It stands between an average of up to 2,000 integers and the quantizer
-    of its grid, which rounds to the nearest.
+    in exports, whose kernels do that themselves. Averages are of up to 2,000 integers.
     """
 
     def __init__(self, quantizer: Quantizer, rule: TieRule) -> None:
@@ -27,5 +26,4 @@ class Ties(nn.Module):
         if self.training or torch.compiler.is_exporting() or self.read[0].is_disabled:
             return x
         scale, zero_point = (each.detach() for each in self.read[0].grid())
-        side = torch.sign(x / scale + zero_point) if self.rule == "away" else 1
-        return x + side * scale * NUDGE
+        return x + (torch.sign(x / scale + zero_point) if self.rule == "away" else 1) * scale * NUDGE

@@ -74,8 +74,7 @@ class TargetProfile:
             keep to it, and have the bits of `activation`.
         split_operations: operations that it computes faster in two steps, each with a grid: silu(x) = x * sigmoid(x).
             Where it could compute them in float, 8 bits alone are split.
-        ties: how kernels round ties of averages on a shared grid, and of sums on grids of powers of two. Others are
-            float32's, on either side.
+        ties: how kernels round ties of averages on shared grids, and of sums on powers of two; else as float32 does.
         file: what its models are written to; `prepare` warns of what `export_litert` would refuse.
 
     >>> from qat.targets import profile_of

@@ -133,11 +133,7 @@ def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
     block = {"share": 0.5, "until": 0.8}
     batches = TinyBatches(12)
     batches.images = batches.images[:, :, :6, :6]
-    named = {
-        "train": batches,
-        "val": batches,
-        "config": {"watch": "scales"},
-    }  # else evaluations have hooks of their own
+    named = {"train": batches, "val": batches, "config": {"watch": "scales"}}  # else evaluations have hooks
     train(stage_run(tmp_path, model, QATStageConfig(epochs=2, quant_noise=block), **named))
     whole = ("validation", 0)
     assert seen == [("step", 3), ("step", 3), whole, ("step", 3), ("step", 0), whole]

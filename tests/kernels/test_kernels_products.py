@@ -121,7 +121,7 @@ def test_a_geometry_knows_where_integer_convolutions_err() -> None:
         weight = torch.ones(4, channels, 2, kernel)
         there = geometry.multiply(x, weight, None)
         column = there.shape[3] == 1 and kernel > 1 and step > 1
-        wrong = geometry.errs(x.shape, weight.shape)
+        wrong = geometry.onednn_fault(x.shape, weight.shape)
         assert (wrong is not None) == (column or bool((there == 0).any())), (size, kernel, geometry)
         erred += wrong is not None
         if exact and wrong is None:

@@ -60,9 +60,10 @@ PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, se
     "conv, ReLU6 in place": (lambda self, x: self.b(F.relu6(self.a(x), True)), convs(), IMAGE, {"input", "a"}),
     "conv, dropout, max pool, ReLU": (lambda self, x: self.b(F.relu(F.max_pool2d(self.d(self.a(x)), 2))),
                                       convs(d=nn.Dropout2d()), IMAGE, {"input", "a"}),
+    "conv, dropout in place, ReLU": (lambda self, x: self.b(F.relu(self.d(self.a(x)))), convs(d=nn.Dropout(0.5, True)),
+                                     IMAGE, {"input", "d"}),
     "conv, norm, view, ReLU in place": (lambda self, x: self.b(F.relu_(self.n(self.a(x)).mT)),
                                         convs(n=nn.BatchNorm2d(4)), IMAGE, {"input", "a"}),
-    "conv, zeros, ReLU6": (lambda self, x: self.b(F.relu6(F.pad(self.a(x), (1, 1)))), convs(), IMAGE, {"input", "pad"}),
     "conv, margins that no maximum chooses": (
         lambda self, x: self.b(F.max_pool2d(F.pad(self.a(x), (1, 1), value=-torch.inf), 2)), convs(), IMAGE,
         {"input", "a"},

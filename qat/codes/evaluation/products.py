@@ -113,7 +113,7 @@ class Product(nn.Module):
         in_float = functools.cache(self._in_float)
 
         def run(codes: Tensor) -> Tensor:
-            if codes.numel() <= most or geometry.errs(codes.shape, weight.shape):
+            if codes.numel() <= most or geometry.onednn_fault(codes.shape, weight.shape):
                 return in_float()(codes)
             sums = packed.sums(_nearest(codes) if geometry.stride else codes)
             if self.sums.proven:

@@ -20,11 +20,12 @@ from qat.graph.in_place import Memory, drop_unread
 from qat.graph.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
 from qat.integers.evaluation import call_names
 from qat.integers.freezing import handed, integers_of
-from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, asks_for_shape, window
+from qat.integers.movement import RESHAPING_MODULES, asks_for_shape, window
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.layers import QuantEmbedding, QuantLayer
 from qat.preparation.operations import (
     AVERAGING,
+    DROPOUTS,
     JOINING,
     MOVING_FUNCTIONS,
     NONLINEAR,

@@ -96,8 +96,8 @@ class Geometry(NamedTuple):
             return f"float is faster for sums of fewer than {fewest} products, here {inputs}"
         if x is None:
             return None
-        if (wrong := self.errs(x, weight)) is not None:
-            return f"{wrong}, which oneDNN sums up wrongly"
+        if fault := self.onednn_fault(x, weight):
+            return f"{fault}, which oneDNN sums up wrongly"
         size, smallest = math.prod(x) * copies, SMALLEST_IN_GROUPS if kind == "grouped" else 0
         if kind == "depthwise":
             smallest = SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE
@@ -123,7 +123,7 @@ class Geometry(NamedTuple):
         kind = self.kind(weight)
         return kind is not None and onednn.are_exact(kind)
 
-    def errs(self, x: torch.Size, weight: torch.Size) -> str | None:
+    def onednn_fault(self, x: torch.Size, weight: torch.Size) -> str | None:
         """Return what of this size oneDNN's integer convolution sums up wrongly, or None."""
         if not self.stride:
             return None

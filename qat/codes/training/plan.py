@@ -14,9 +14,9 @@ from qat.codes.training.activations import Activation, activation_of
 from qat.codes.training.watched import module_refusal
 from qat.graph.in_place import Memory
 from qat.graph.nodes import constant_nodes, submodule_of
-from qat.integers.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
+from qat.integers.movement import RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
-from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
+from qat.preparation.operations import DROPOUTS, JOINING, grid_of, operation_of, passes_grid
 from qat.preparation.replacements import may_write
 from qat.quantizer import Quantizer
 

@@ -23,8 +23,9 @@ from qat.codes.training.plan import CodesPlan
 from qat.codes.training.watched import Watched, module_tree
 from qat.codes.verdict import Verdict
 from qat.graph.nodes import submodule_of
-from qat.integers.movement import DROPOUTS, asks_for_shape, reshapes, window
+from qat.integers.movement import asks_for_shape, reshapes, window
 from qat.kernels.cpu.quantizers import NO_CLIP
+from qat.preparation.operations import DROPOUTS
 from qat.preparation.replacements import module_names
 from qat.torch_internals import keep_signature
 

@@ -271,7 +271,7 @@ def transposition(writer: Writer, shape: Shape, x: object, first: int, second: i
 
 
 @moving
-def part_inside(writer: Writer, shape: Shape, x: Coded, pairs: Sequence[tuple[int, int]]) -> Coded:
+def cropped(writer: Writer, shape: Shape, x: Coded, pairs: Sequence[tuple[int, int]]) -> Coded:
     """Write STRIDED_SLICE for margins below 0."""
     ends = [slice(max(-a, 0), size - max(-b, 0)) for size, (a, b) in zip(x.axes.shape, pairs, strict=True)]
     return writer.sliced(x, tuple(end.stop - end.start for end in ends), dict(enumerate(ends)))
@@ -287,7 +287,7 @@ def zero_margins(
     # torch lists the margins of the last axis first.
     pairs = [(0, 0)] * (len(shape) - len(margins) // 2) + list(zip(margins[-2::-2], margins[-1::-2], strict=True))
     if any(min(pair) < 0 for pair in pairs):
-        x = part_inside(writer, shape, x, pairs)
+        x = cropped(writer, shape, x, pairs)
         pairs = [(max(first, 0), max(last, 0)) for first, last in pairs]
         if not any(map(any, pairs)):
             return x

@@ -73,7 +73,8 @@ def test_bilinear_images_differ_at_ties_alone(options, exact, tmp_path) -> None:
     assert "RESIZE_BILINEAR" in operators(path.read_bytes())
     for engine in ENGINES:
         resized = compare_litert_layers(path, model, x, engine=engine)[2]
-        assert resized.name == "0_quantizer.1" and resized.largest <= 1 and resized.differing < 0.2 * resized.elements
+        others = resized.differing / 0.03 if engine in EXACT else resized.beyond_ties / 0.1  # whose ties are not ours
+        assert resized.name == "0_quantizer.1" and resized.largest <= 1 and others < resized.elements
         assert engine not in exact or not resized.beyond_ties, resized
 
 
