@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +18,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import FrozenBatchNorm2d
 
 from qat.cli.command import main as verb
+from qat.export.onnxruntime.session import open_session
 from qat.training.config.file import load_config
 from qat.training.config.schema import DataConfig
 from qat.training.config.stages import ModelConfig
@@ -240,7 +240,7 @@ def test_a_file_of_its_own_answers_with_the_models_boxes(finished: Path, tmp_pat
     images, _ = next(iter(data.val))
     with torch.no_grad():
         wanted = task.boxes(task.answers(model(images), images))
-    session = onnxruntime.InferenceSession(finished / "end_to_end.onnx")
+    session = open_session(finished / "end_to_end.onnx")
     (rows,) = session.run(["detections"], {"images": images.contiguous().numpy()})
     assert (np.diff(rows[:, 2]) <= 0).all() and rows.shape[1] == 7
     for number, boxes in enumerate(wanted):

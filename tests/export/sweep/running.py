@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.export.onnxruntime.session import multiplies_exactly, open_session, run_session
+from qat.export.onnxruntime.session import default_is_exact, open_session, run_session
 from qat.export.onnxruntime.verification import LayerComparison
 from qat.integers.following import LayerDifference, _difference
 from qat.preparation.operations import grid_of
@@ -126,7 +126,7 @@ def wrong(sources: Sequence[str], shape: Sequence[int], grid: str, whole: bool, 
                 found.append(Finding(sources[int(number[0])] if number else "x",
                                      f"read, {'optimised' if optimize else 'plain'}", each))  # fmt: skip
         # Without VNNI a default session adds pairs of products in 16 bits, which these grids overflow.
-        optimised = ("default", "exact") if multiplies_exactly(with_option=False) else ("exact",)
+        optimised = ("default", "exact") if default_is_exact() else ("exact",)
         for session in optimised if optimize else ("unoptimised",):
             for number, (source, name) in enumerate(zip(sources, names, strict=True)):
                 quantizer, answer = comparison.model.get_submodule(name), answers[session][number]
