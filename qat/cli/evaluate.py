@@ -13,7 +13,7 @@ from torch import Tensor
 from qat.cli.runs import add_run, open_run
 from qat.cli.runtimes import RUNTIMES, default_differs
 from qat.text import table
-from qat.training.run.folder import EVALUATION, Json
+from qat.training.run.folder import Json
 from qat.training.run.logging import progress_bar
 from qat.training.run.report import noise_of
 
@@ -73,5 +73,4 @@ def run(given: argparse.Namespace) -> int:
         cells = [[*row, f"{each['images_per_second']:,.0f}"] for row, each in zip(rows, results, strict=True)]
         head = ["runtime", f"{task.title} %", f"as {results[0]['runtime']}", "images/s"]
         print("\n".join([*table([head, *cells], numbers=True), "", *noise_of(results[0], images_seen)]))
-    opened.keep(EVALUATION, {"rows": results})
     return 0

@@ -1,6 +1,6 @@
 """Draw the report of a run anew, or one page of several runs side by side.
 
-A run writes report.html at its end. Results of the verbs evaluate and sensitivity since then are drawn too.
+A run writes report.html at its end. What the verb sensitivity has measured since then is drawn too.
 """
 
 import argparse

@@ -138,7 +138,7 @@ def run_stages(
     before = read_summary(folder.path) or {}
     if rank() == 0:
         # Without summary.json, the folder counts as unfinished.
-        for name in (files.SUMMARY, files.ANALYSIS, files.EVALUATION, files.LATENCY):
+        for name in (files.SUMMARY, files.ANALYSIS, files.LATENCY):
             (folder.path / name).unlink(missing_ok=True)
 
     with RunLog(folder.path) as log:

@@ -1,26 +1,20 @@
 """Analysis of the trained model for the report, beside its curves."""
 
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qat.analysis.cost import cost
 from qat.analysis.errors import layer_errors
-from qat.analysis.grid_weights import weights_of
-from qat.analysis.statistics import sampled_activation
 from qat.analysis.table import quantizers_in_order
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
 from qat.contexts import evaluating
-from qat.export import LayerDifference
 from qat.export.onnxruntime.session import open_session, run_session
 from qat.integers.evaluation import evaluation_copy
-from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import to_device
@@ -28,10 +22,8 @@ from qat.training.report.drawing import draw_answers
 from qat.training.run.folder import DRAWN, MODEL, Json
 from qat.training.tasks.task import Task
 
-IMAGES = 16  # for the errors of layers and for histograms
+IMAGES = 16  # for the errors of layers
 ANSWERS = 5000  # at most, validation images whose answers are compared with the float model's
-WORST = 6  # layers with histograms
-BINS = 128
 COSTS = ("name", "weight_bits", "activation_bits")
 
 
@@ -40,19 +32,21 @@ def analyse(
     float_model: nn.Module,
     data: Data,
     device: torch.device,
-    layers: Iterable[LayerDifference],
     task: Task,
     folder: Path,
+    written: bool,
 ) -> Json:
-    """Return the content of analysis.json, and draw answers; models keep their modes and statistics."""
+    """Return the content of analysis.json, and draw answers, the file's if it is `written`.
+
+    Models keep their modes and statistics.
+    """
     images = to_device(next(iter(data.calibration(1))), device, channels_last=False)[0][:IMAGES]
     inferred, example = evaluation_copy(model), images[:1].cpu()  # without auxiliary classifiers
     errors = layer_errors(inferred, images.cpu())
-    worst = sorted((each for each in errors if each.local is not None), key=lambda each: each.local or 0)[:WORST]
     drawn: Json = {}
     if task.kind != "labels":
         engines: dict[str, Any] = {"float": lambda x: float_model(x.to(device)), "QAT": lambda x: model(x.to(device))}
-        if layers:  # else the run has written no file
+        if written:
             engines[MODEL] = partial(run_session, open_session(folder / MODEL))
         with evaluating(model), evaluating(float_model):
             drawn = draw_answers(folder / DRAWN, engines, data, task)
@@ -62,10 +56,8 @@ def analyse(
         "cost": [{key: getattr(row, key) for key in COSTS} for row in cost(inferred, example)],
         "bits": {name: each.spec.bits for name, each in model.named_modules() if isinstance(each, Quantizer)},
         "batch_norm": batch_norm_lag(model, data, device),
-        "histograms": histograms(model, float_model, images, [each.name for each in worst]),
         "answers": compare_answers(model, float_model, data, device, task),
         "pictures": drawn,
-        "integers": {"onnxruntime": [vars(each) for each in layers]},
     }
 
 
@@ -91,58 +83,6 @@ def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[s
         lag[name] = float(torch.maximum(off, wider))
     restore_statistics(model, kept)
     return lag
-
-
-def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[Json]:
-    """Return histograms of weights, before and after, and inputs, in steps of grids."""
-    seen: dict[Quantizer, Json] = {}
-    inputs: dict[str, Quantizer] = {}
-
-    def note(quantizer: Quantizer, args: tuple[Tensor, ...], y: Tensor) -> None:
-        if quantizer not in seen and quantizer.uniform and quantizer.exportable and not quantizer.passes:
-            x, _ = sampled_activation(quantizer, args[0], y)
-            scale, zero_point = quantizer.grid(x)
-            seen[quantizer] = histogram(x / scale + zero_point, quantizer)
-
-    def note_input(name: str, layer: nn.Module, args: object, kwargs: dict[str, Quantizer], y: object) -> None:
-        quantizer = kwargs.get("input_quantizer") or getattr(layer, "input_quantizer", None)
-        if quantizer is not None:
-            inputs[name] = quantizer
-
-    with evaluating(model), torch.no_grad(), ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if isinstance(module, Quantizer) and module.role == "activation":
-                hooks.enter_context(module.register_forward_hook(note))
-            if isinstance(module, QuantLayer) and name in names:
-                hooks.enter_context(module.register_forward_hook(partial(note_input, name), with_kwargs=True))
-        model(images)
-    before, weights = dict(float_model.named_parameters()), dict(weights_of(model))
-    found = []
-    for name in names:
-        row: Json = {"layer": name, "input": seen.get(inputs[name]) if name in inputs else None}
-        each = weights.get(name)
-        if each is not None and each.is_known and each.quantizer.uniform and each.quantizer.exportable:
-            scale, zero_point = (value.detach() for value in each.quantizer.grid(each.rows()))
-            row["weight"] = histogram(each.rows().detach() / scale + zero_point, each.quantizer)
-            old = before.get(f"{name}.weight")
-            if old is not None and old.shape == each.read().shape and each.quantizer.spec.granularity != "group":
-                steps = each.layer.channels_first(old.detach().to(scale.device)) / scale + zero_point
-                row["before"] = histogram(steps, each.quantizer, row["weight"])
-        found.append(row)
-    return found
-
-
-def histogram(steps: Tensor, quantizer: Quantizer, like: Json | None = None) -> Json:
-    """Return shares of values in equal bins, in steps of the grid."""
-    qmin, qmax = quantizer.bounds()
-    reach = (qmax - qmin) * 0.25 + 1
-    low, high = max(float(steps.min()), qmin - reach), min(float(steps.max()), qmax + reach)
-    if like is not None:
-        low, high = like["low"], like["high"]
-    high = max(high, low + 1e-3)
-    counts = torch.histc(steps.float().clamp(low, high), BINS, low, high)
-    shares = (counts / counts.sum()).tolist()
-    return {"low": low, "high": high, "qmin": qmin, "qmax": qmax, "shares": [round(each, 6) for each in shares]}
 
 
 @torch.no_grad()

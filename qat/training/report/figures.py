@@ -14,10 +14,10 @@ import numpy as np
 from PIL import Image
 
 from qat.contexts import warnings_ignored
-from qat.training.report.findings import AT_FLOOR, LAG, SCORED, Points, ReportedRun
-from qat.training.run.folder import DRAWN, EVALUATION, SENSITIVITY
-from qat.training.run.report import ROWS, deviation_of, results_by_row
-from qat.training.tasks.known import CLASSIFICATION, score_of, task_in
+from qat.training.report.findings import AT_FLOOR, SCORED, Points, ReportedRun
+from qat.training.run.folder import DRAWN, SENSITIVITY
+from qat.training.run.report import ROWS
+from qat.training.tasks.known import score_of, task_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 NAMED = 5  # curves with a name of their own in a figure of many
 MOVED = 0.01  # scales that have moved less have no name
-FEW_LEVELS = 33  # grids of at most so many integers are drawn line by line
 # Foreground and background; in the SVG the page's own colours replace them, light or dark.
 INK, FAINT = "#010203", "#d0d1d2"
 # Visible on white and on black.
@@ -143,31 +142,6 @@ def results(run: ReportedRun) -> "Figure | None":
     axes[0][0].set_yscale("log")
     axes[0][2].set(yscale="log", ylim=(max(axes[0][2].get_ylim()[1], 1e-12) * 1e-4, None))
     figure.legend(*axes[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return figure
-
-
-def accuracy(run: ReportedRun) -> "Figure | None":
-    """Accuracy
-
-    Healthy: QAT and every engine lie within the error bars of float (two deviations); calibration alone may lie below,
-    and with few bits far below.
-    """
-    found = {ROWS[key]: score_of(result) for key, result in results_by_row(run.summary).items()}
-    evaluated = {row["runtime"]: score_of(row) for row in run.read(EVALUATION).get("rows", [])}
-    found |= {name: score for name, score in evaluated.items() if name not in ("torch", "float", "onnxruntime")}
-    values = {name: score for name, score in found.items() if score is not None}
-    images = run.summary.get("val_images", 0)
-    if not values or not images:
-        return None
-    figure, axis = panel(0.6 + 0.28 * len(values))
-    task = task_in(run.summary.get("qat", {}))
-    known = task is CLASSIFICATION  # the mean of shares of classes has no such formula
-    errors = [deviation_of(score, images) * known for score in values.values()]
-    bars = axis.barh(list(values), list(values.values()), xerr=errors, color=COLOURS[0], alpha=0.75, ecolor=QUIET)
-    axis.set_xlim(max(0, min(values.values()) - max(4, 3 * max(errors))), 100.5)
-    axis.bar_label(bars, fmt="%.2f", padding=4, fontsize=8)
-    axis.invert_yaxis()
-    axis.set(xlabel=f"{task.title} % of {images:,} images" + ", with two standard deviations" * known)
     return figure
 
 
@@ -329,72 +303,7 @@ def oscillation(run: ReportedRun) -> "Figure | None":
     return figure
 
 
-def histograms(run: ReportedRun) -> "Figure | None":
-    """The six worst layers on their grids
-
-    Healthy: the values (blue; orange: before QAT) fill the grid (green), little lies outside; peaks at the ends of a
-    weight are the largest value of each channel.
-    """
-    rows = run.analysis.get("histograms")
-    if not rows:
-        return None
-    figure, axes = panels(len(rows), 2, height=1.35)
-    cells = [(row, key) for row in rows for key in ("weight", "input")]
-    for axis, (row, key) in zip(axes.flat, cells, strict=True):
-        axis.set_title(f"{row['layer']}: {key}", fontsize=7)
-        axis.grid(False)
-        if not (found := row.get(key)):
-            continue
-        qmin, qmax = found["qmin"], found["qmax"]
-        edges = np.linspace(found["low"], found["high"], len(found["shares"]) + 1)
-        axis.axvspan(qmin - 0.5, qmax + 0.5, color=COLOURS[2], alpha=0.1, lw=0)
-        lines = range(qmin, qmax + 1) if qmax - qmin < FEW_LEVELS else (qmin, qmax)
-        axis.vlines(list(lines), 0, 1, transform=axis.get_xaxis_transform(), color=COLOURS[2], lw=0.5)
-        axis.stairs(found["shares"], edges, fill=True, color=COLOURS[0], alpha=0.7)
-        if key == "weight" and row.get("before"):
-            axis.stairs(row["before"]["shares"], edges, color=COLOURS[1], lw=0.8)
-        axis.set_yscale("log")
-        axis.tick_params(labelsize=5)
-    return figure
-
-
-def batch_norm(run: ReportedRun) -> "Figure | None":
-    """BatchNorm: running statistics against batches
-
-    Healthy: all bars below 0.1; above 0.25 evaluation normalises otherwise than training did.
-    """
-    lag = run.analysis.get("batch_norm")
-    if not lag:
-        return None
-    figure, axis = panel()
-    axis.bar(range(len(lag)), lag.values(), color=[SICK if value > LAG else COLOURS[0] for value in lag.values()])
-    axis.axhline(LAG, color=SICK, ls=":", lw=0.8)
-    axis.set(ylabel="lag, in deviations", ylim=(0, None))
-    name_axis(axis, list(lag))
-    return figure
-
-
-def integers(run: ReportedRun) -> "Figure | None":
-    """Integers that differ
-
-    Healthy: none, or some in a million, which are near-ties; red ones are no ties: the file is another function.
-    """
-    rows = run.analysis.get("integers", {}).get("onnxruntime")
-    if not rows:
-        return None
-    figure, axis = panel(3)
-    shares = [1e6 * row["differing"] / max(row["elements"], 1) for row in rows]
-    axis.bar(range(len(rows)), shares, color=[SICK if row["beyond_ties"] > 0 else COLOURS[0] for row in rows])
-    axis.set_yscale("symlog", linthresh=1)
-    axis.set(ylabel="of a million differ", ylim=(0, max(10, max(shares))))
-    if max(shares) <= 10:
-        axis.set_yticks([0, 1, 2, 5, 10], ["0", "1", "2", "5", "10"])
-    name_axis(axis, [row["name"] for row in rows])
-    return figure
-
-
-_ALL = (results, accuracy, classes, pictures, errors, sensitivity,
-        scales, clipping, oscillation, histograms, batch_norm, integers)  # fmt: skip
+_ALL = (results, classes, pictures, errors, sensitivity, scales, clipping, oscillation)
 
 # By the names of their functions, which name their pictures and sections of the page too.
 FIGURES: dict[str, Callable[[ReportedRun], "Figure | None"]] = {each.__name__: each for each in _ALL}

@@ -40,7 +40,7 @@ PICTURES = "figures"  # those of the report as PNG
 RESULTS = "results.png"
 ANALYSIS = "analysis.json"  # what the report shows besides curves and results
 DRAWN = "answers.png"  # masks or boxes drawn, for the report
-SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"  # measured by these verbs
+SENSITIVITY, LATENCY = "sensitivity.json", "benchmark.json"  # measured by these verbs
 SUMMARY = "summary.json"  # written at the very end, and removed by a run that goes on: it marks a finished run
 
 # Keys that may differ when a run is resumed: they say where and how fast it trains, not what. `check_same_data`
@@ -239,8 +239,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:
-            again |= {BEST_CHECKPOINT, MODEL, REPORT, PICTURES, RESULTS, ANALYSIS, DRAWN, SUMMARY}
-            again |= {SENSITIVITY, EVALUATION, LATENCY}
+            again |= {BEST_CHECKPOINT, MODEL, REPORT, PICTURES, RESULTS, ANALYSIS, DRAWN, SUMMARY, SENSITIVITY, LATENCY}
     return names <= again
 
 

@@ -186,7 +186,7 @@ class Stages:
     def analyse(self, float_model: nn.Module, model: nn.Module) -> None:
         if self.config.watch == "all":
             task, path = self.config.task.bound(model), self.folder.path
-            found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared, task, path)
+            found = analyse(model, float_model.to(self.device), self.data, self.device, task, path, bool(self.compared))
             write_text(path / ANALYSIS, json.dumps(found) + "\n")
 
     def warn(self, sentences: list[str]) -> None:
