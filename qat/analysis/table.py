@@ -10,10 +10,11 @@ from torch import fx, nn
 from qat.analysis.state import not_finite
 from qat.graph.leaves import is_leaf
 from qat.graph.nodes import constant_nodes, submodule_of
+from qat.graph.operations import AVERAGING, JOINING, NONLINEAR
 from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin, QuantTwin, layers_of
-from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, is_relu, operation_of
+from qat.preparation.operations import is_relu, operation_of
 from qat.preparation.parts import prepared_parts
 from qat.preparation.placement import is_convolution, readings
 from qat.preparation.prepared_graph import PreparedGraph

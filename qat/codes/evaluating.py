@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.analysis.state import not_finite
-from qat.codes.evaluation.arithmetic import shift_of
 from qat.codes.evaluation.modules import Quantize
 from qat.codes.evaluation.program import QUANTIZER, integer_program, merged
+from qat.codes.operators.grid import shift_of
 from qat.codes.training.watched import LAYERS, is_changed, kind_of
 from qat.codes.verdict import is_wanted
+from qat.graph.guards import Snapshot
 from qat.graph.randomness import rewinding
 from qat.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.integers.following import Follower
@@ -47,40 +48,28 @@ TOLERANCE = 1e-4
 """Largest error of float outputs, as a share of the largest; sums differ in order."""
 
 
-class State:
-    """Modules, their attributes, hooks and tensors: what an evaluation depends on.
+def state_of(model: nn.Module) -> Snapshot:
+    """Return what an evaluation depends on: modules, their attributes, hooks and tensors."""
+    modules = list(model.modules())
+    names = [{key for key, _ in scalar_attributes(m)} | {"training", "observer", "spec"} for m in modules]
+    children = [children_of(module).values() for module in modules]
+    held = [held.values() for m in modules for held in (parameters_of(m), buffers_of(m))]
+    kept = list(chain.from_iterable(held))  # so that no other tensor gets their memory
+    plain = [x for x in kept if x is not None and type(x) in (Tensor, nn.Parameter)]
+    lines = [line_of(x) for x in plain if x.is_cpu and x.is_floating_point()]
 
-    It is compared at every forward, so no Python function runs for a module or a tensor.
-    """
+    def tensors() -> tuple[object, ...]:
+        present = [x for x in chain.from_iterable(held) if x is not None]
+        return versions_of(present), places_of(present), len(kept)
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        keys = [{key for key, _ in scalar_attributes(m)} | {"training", "observer", "spec"} for m in modules]
-        kept = [(vars(m), sorted(names & vars(m).keys())) for m, names in zip(modules, keys, strict=True)]
-        self._attributes = [partial(itemgetter(*names), attributes) for attributes, names in kept]
-        self._attributes += [partial(len, attributes) for attributes, _ in kept]  # a patched method is one more
-        self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
-        self._children = [children_of(module).values() for module in modules]
-        self._held = [held.values() for m in modules for held in (parameters_of(m), buffers_of(m))]
-        plain = [x for x in chain.from_iterable(self._held) if x is not None and type(x) in (Tensor, nn.Parameter)]
-        self._lines = [line_of(x) for x in plain if x.is_cpu and x.is_floating_point()]
-        self._values, self._sampled = self._now(), self._sample()
-        self._tensors = list(chain.from_iterable(self._held))  # kept, so that no other tensor gets their memory
-
-    def _now(self) -> tuple[object, ...]:
-        attributes, children = [read() for read in self._attributes], [*chain.from_iterable(self._children)]
-        held = [x for x in chain.from_iterable(self._held) if x is not None]
-        return attributes, any(self._hooks), children, versions_of(held), places_of(held), asked_for()
-
-    def _sample(self) -> Tensor | None:
+    def sample() -> bytes:
         # Averages by hand (EMA) write through `.data`, of which no version tells.
-        return torch.cat(self._lines).view(torch.uint8) if self._lines else None
+        return torch.cat(lines).view(torch.uint8).numpy().tobytes() if lines else b""
 
-    def holds(self) -> bool:
-        """Return True if everything is as it was."""
-        if self._now() != self._values:
-            return False
-        return self._sampled is None or torch.equal(cast("Tensor", self._sample()), self._sampled)
+    reads = [partial(itemgetter(*sorted(own & vars(m).keys())), vars(m)) for m, own in zip(modules, names, strict=True)]
+    reads += [partial(len, vars(m)) for m in modules]  # a patched method is one more
+    reads += [partial(any, [hooks for module in modules for hooks in hooks_of(module)])]
+    return Snapshot([*reads, lambda: [*chain.from_iterable(children)], tensors, sample, asked_for])
 
 
 def line_of(x: Tensor) -> Tensor:
@@ -101,7 +90,7 @@ class Evaluator:
     """
 
     def __init__(self, model: PreparedGraph, agreed: dict[str, bool], reason: str | None = None) -> None:
-        self.state, self.program, self.failures = State(model), None, 0
+        self.state, self.program, self.failures = state_of(model), None, 0
         self._agreed = agreed
         with torch.inference_mode(False), torch.no_grad():  # the program outlives the caller's inference mode
             self.reason = _refusal(model) if reason is None else reason

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from qat.analysis.explain import PLAINLY, Row
-from qat.codes.operators.grid import NOT_TAKEN, SHIFT, learned_by
+from qat.codes.operators.grid import NOT_TAKEN, learned_by, shift_of
 from qat.codes.operators.product import integers_refusal, weight_refusal
 from qat.codes.training.plan import CodesPlan
 from qat.codes.verdict import is_wanted
@@ -123,7 +123,7 @@ def _product(plan: CodesPlan, node: fx.Node, layer: QuantLayer, shape: torch.Siz
     weight, source = _weight(plan, node, layer), plan.grid(node.args[0])
     assert source is not None
     quantizer: Any = submodule_of(plan.model, source)
-    zero = SHIFT if quantizer.spec.signed else 0  # of the codes
+    zero = shift_of(quantizer)
     zero += 0 if quantizer.zero_point is None else round(float(quantizer.zero_point))
     if weight is None:
         return f"{ON_CODES}, in integers where it pays", ""

@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 from qat.export.checks import check_exportable, frozen_for
 from qat.export.converted import Array, IntegerArrays, IntegerOperations, arrays_of
 from qat.graph.nodes import submodule_of
+from qat.graph.operations import AVERAGING, JOINING, PRODUCTS, Calls
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy
 from qat.integers.frozen import TRAINED_BITS, FrozenLayer, FrozenParameter, FrozenQuantizer
 from qat.integers.movement import asks_for_shape
-from qat.preparation.operations import AVERAGING, JOINING, PRODUCTS, Calls, is_relu, operation_of, passes_grid
+from qat.preparation.operations import is_relu, operation_of, passes_grid
 from qat.preparation.refusals import wrapped
 from qat.quantizer.ties import Ties
 from qat.targets.profile import Operation, TieRule

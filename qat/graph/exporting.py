@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from qat.contexts import warnings_ignored
 from qat.graph.attention import multi_head_attention, scaled_dot_product_attention
+from qat.graph.guards import first_broken
 from qat.graph.leaves import LeafCall, calls, opaque_leaves, running
 from qat.graph.lifting import FIXED, Lifter, Packing, packed, unpacked
 from qat.graph.patches import mode_is_asked, torch_as_captured
 from qat.graph.side_effects import CaptureError, restoring_state, state_of
-from qat.graph.sizes import first_broken
 from qat.inputs import Examples, call_given, copied
 from qat.text import first_line
 from qat.torch_internals import depends_on_values, free_sizes, pytree, size_conditions

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from qat.graph.nodes import PLAIN_RESULTS, WRITTEN_LATER, join_groups, submodule_of
+from qat.graph.operations import calls_where
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.registry import estimator_of
@@ -25,18 +26,9 @@ OWN_MEMORY_MODULES = {f"torch.nn.modules.{name}" for name in (
 )}  # fmt: skip
 """Python modules of torch whose layers return new memory, except with `inplace` and except Identity."""
 
-OWN_MEMORY = {
-    "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "add",
-    "addmm", "amax", "amin", "avg_pool1d", "avg_pool2d", "avg_pool3d", "baddbmm", "batch_norm", "bilinear", "bmm",
-    "cat", "clamp", "clip", "clone", "concat", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "cos", "cosine_similarity", "cumsum", "div", "elu", "embedding", "embedding_bag",
-    "eq", "erf", "exp", "floordiv", "ge", "gelu", "group_norm", "gt", "hardsigmoid", "hardswish", "hardtanh",
-    "instance_norm", "interpolate", "layer_norm", "le", "leaky_relu", "linear", "log", "log_softmax", "logsigmoid",
-    "lt", "masked_fill", "matmul", "max", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "mean", "min",
-    "minimum", "mish", "mm", "mul", "ne", "neg", "ones_like", "pow", "prelu", "prod", "reciprocal", "relu", "relu6",
-    "repeat", "repeat_interleave", "rms_norm", "roll", "rsqrt", "sigmoid", "silu", "sin", "softmax", "softplus",
-    "sqrt", "square", "stack", "std", "sub", "sum", "tanh", "topk", "truediv", "var", "where", "zeros_like",
-}  # fmt: skip
+_SHARED = ("move", "split", "dropout", "question")
+_OWN = calls_where(lambda row: row.kind not in _SHARED if row.own_memory is None else row.own_memory)
+OWN_MEMORY = {name for name in (*(each.__name__ for each in _OWN.functions), *_OWN.methods) if not name.endswith("_")}
 """Functions, methods and operators that return new memory unless they are called with `inplace`."""
 
 

@@ -12,10 +12,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.node import Argument
 
+from qat.graph.guards import expect_default, expect_sizes
 from qat.graph.leaves import LEAF, TENSOR, LeafCall
 from qat.graph.operators import CHECKS, SAME, VMAPPED, called
 from qat.graph.side_effects import CaptureError
-from qat.graph.sizes import expect_default, expect_sizes
 from qat.inputs import Examples
 from qat.torch_internals import GRAPH_CONSTANT, buffers_of, fields_of, pytree, shares_first, writes_to_first
 

@@ -19,11 +19,12 @@ from torch import Tensor, fx, nn
 from qat.contexts import evaluating
 from qat.graph.capture import check_answer, check_modules, graph_of, log
 from qat.graph.exporting import Captured
+from qat.graph.guards import EXPECTATIONS
 from qat.graph.in_place import written_by
 from qat.graph.nodes import FACTS, free_name, given_by_name, scope_of, submodule_of
+from qat.graph.operations import TABLE
 from qat.graph.operators import LOWEST_FIRST
 from qat.graph.side_effects import CaptureError, LostStateError
-from qat.graph.sizes import EXPECTATIONS
 from qat.inputs import Examples
 from qat.text import first_line
 from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, children_of, unsaved_buffers_of
@@ -32,10 +33,7 @@ Graph = TypeVar("Graph", bound=fx.GraphModule)
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 TENSORS = ("running_mean", "running_var", "weight", "bias")
-DROPOUTS: dict[object, type[nn.Module]] = {
-    F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d, F.dropout3d: nn.Dropout3d,
-    F.alpha_dropout: nn.AlphaDropout, F.feature_alpha_dropout: nn.FeatureAlphaDropout,
-}  # fmt: skip
+DROPOUTS = {function: row.modules[0] for row in TABLE if row.kind == "dropout" for function in row.functions}
 DROPOUT = ("input", "p", "training", "inplace")
 ARGUMENTS = ("input", *TENSORS, "training", "momentum", "eps")
 

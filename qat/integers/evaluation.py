@@ -6,10 +6,10 @@ from collections import Counter
 import torch
 from torch import Tensor, fx, nn
 
+from qat.graph.guards import expect_default
 from qat.graph.in_place import drop_unread, written_by
 from qat.graph.modes import evaluation_only
 from qat.graph.nodes import constant_nodes, submodule_of
-from qat.graph.sizes import expect_default
 from qat.inputs import Inputs, bind_inputs
 from qat.integers.movement import asks_for_shape, rests
 from qat.layers import QuantLayer

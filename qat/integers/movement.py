@@ -7,18 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.preparation.operations import DROPOUTS
+from qat.graph.operations import DROPOUTS, calls_of, calls_where
 
 RESTING = ("StochasticDepth", "DropPath")
 """Classes that pass their input in evaluation: torchvision's, timm's, and copies."""
 
-RESHAPING = {"flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "unflatten"}
-"""Methods, and functions of torch, that keep every value as it is."""
-
-RESHAPING_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity)
-
-ASKING = {"dim", "ndimension", "size", "numel", "shape", "ndim", "dtype", "device"}
-"""Methods and attributes that read no value."""
+RESHAPING = calls_where(lambda row: row.keeps_all)
+ASKING = calls_of("question").methods
 
 
 class Window(NamedTuple):
@@ -41,15 +36,15 @@ def rests(module: nn.Module | None) -> bool:
         x = torch.ones(2, 2)
         with suppress(Exception):  # a class of that name that takes other inputs
             return module.forward(x) is x
-    return isinstance(module, DROPOUTS)
+    return isinstance(module, DROPOUTS.modules)
 
 
 def reshapes(node: fx.Node) -> str | None:
-    """Return the method of `RESHAPING` that a node calls, or None."""
-    if node.op == "call_method" and node.target in RESHAPING:
+    """Return the method by which a node keeps every value as it is, or None."""
+    if node.op == "call_method" and node.target in RESHAPING.methods:
         return str(node.target)
     name = getattr(node.target, "__name__", "")
-    return name if node.op == "call_function" and name in RESHAPING and node.target is getattr(torch, name) else None
+    return name if node.op == "call_function" and node.target in RESHAPING.functions else None
 
 
 def asks_for_shape(node: fx.Node) -> bool:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from qat.graph.nodes import is_call
+from qat.graph.operations import calls_where
 from qat.inputs import Batch
 from qat.layers import QuantLayer
 from qat.post_training.stretches import called, norm_of, owns_weight, used_once
@@ -17,8 +18,7 @@ from qat.quantizer import Quantizer
 from qat.text import check_types
 from qat.torch_internals import AnyBatchNorm, AnyConvolution
 
-HOMOGENEOUS = (nn.ReLU, nn.Identity, nn.Dropout, nn.Dropout2d, F.relu, torch.relu, "relu")
-"""Functions that let a positive factor of a channel pass: f(s * x) = s * f(x)."""
+HOMOGENEOUS = calls_where(lambda row: row.homogeneous)
 
 DEAD = 1e-6
 """Share of the largest range below which a channel is left as it is."""
@@ -99,7 +99,7 @@ def _pairs(graph: PreparedGraph) -> Iterator[tuple[Pair, bool]]:
             if not (before.op.startswith("call_") and len(before.all_input_nodes) == len(before.users) == 1):
                 break
             kept = isinstance(first, Quantizer) and not first.is_frozen
-            passes = passes and (kept or (before.target if first is None else type(first)) in HOMOGENEOUS)
+            passes = passes and (kept or is_call(before, *HOMOGENEOUS, graph))
             before = before.args[0]
         if _is_pairable(first) and first in once and len(before.users) == 1:
             norm = norm_of(graph, before)

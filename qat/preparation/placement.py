@@ -13,24 +13,15 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
+from qat.graph.guards import EXPECTATIONS
 from qat.graph.in_place import Memory, has_own_memory, written_by
 from qat.graph.nodes import WRITTEN_LATER, constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
-from qat.graph.sizes import EXPECTATIONS
+from qat.graph.operations import AVERAGING, JOINING, NONLINEAR
 from qat.inputs import model_device
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
 from qat.preparation.functional_weights import RECIPE_NAME
-from qat.preparation.operations import (
-    AVERAGING,
-    JOINING,
-    NONLINEAR,
-    grid_of,
-    is_product,
-    is_relu,
-    operation_of,
-    passes_grid,
-    producer_of,
-)
+from qat.preparation.operations import grid_of, is_product, is_relu, operation_of, passes_grid, producer_of
 from qat.preparation.rewriting import fix, fixed_grid
 from qat.preparation.swapping import call_own_quantizers, drop_repeated
 from qat.quantizer import Quantizer, create_quantizer

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import fx, nn
 
+from qat.graph.guards import expect_default
 from qat.graph.nodes import Written, read, written
-from qat.graph.sizes import expect_default
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.torch_internals import GRAPH_CONSTANT, children_of, hooks_of, pytree, unsaved_buffers_of, version_of

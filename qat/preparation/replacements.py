@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import fx, nn
 
+from qat.graph.guards import Snapshot
 from qat.graph.nodes import submodule_of
 from qat.layers import QuantLayer
 from qat.preparation.operations import grid_of
@@ -71,7 +72,7 @@ def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
     ]  # fmt: skip
 
 
-class ModuleSnapshot:
+class ModuleSnapshot(Snapshot):
     """The modules that a model's graph calls or passes on, and the blocks around them."""
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
@@ -84,15 +85,9 @@ class ModuleSnapshot:
         # The blocks whose hooks never fire, since a graph does not call blocks.
         self.silent = {name for name, block in blocks.items() if is_watched(block)}
         parents = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(steps)]
-        # Calls without a line of Python that look at all of this again: a model asks in every forward.
-        self.reads: list[Callable[[], object]] = [partial(children_of(parent).get, name) for parent, name in parents]
-        self.reads += [partial(attributes.get, key) for _, attributes, key, _ in self._scalars]
-        self.reads += [read for block in blocks.values() for read in watch(block)]
-        self.values = [read() for read in self.reads]
-
-    def holds(self) -> bool:
-        """Return True if modules, blocks' scalar attributes and hooks are the same."""
-        return [read() for read in self.reads] == self.values
+        reads = [partial(children_of(parent).get, name) for parent, name in parents]
+        reads += [partial(attributes.get, key) for _, attributes, key, _ in self._scalars]
+        super().__init__([*reads, *(read for block in blocks.values() for read in watch(block))])
 
     def warn_of_attributes(self) -> None:
         """Log changed attributes of the model and its blocks: a graph does not read them."""

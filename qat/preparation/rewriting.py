@@ -9,7 +9,8 @@ from torch import fx, nn
 
 from qat.graph.in_place import Memory, written_by
 from qat.graph.nodes import FACTS, given_by_name, is_call, scope_of, submodule_of
-from qat.preparation.operations import DROPOUTS, FLOAT_PRODUCTS, NONLINEAR, is_relu, operation_of, passes_grid
+from qat.graph.operations import DROPOUTS, FLOAT_PRODUCTS, NONLINEAR
+from qat.preparation.operations import is_relu, operation_of, passes_grid
 from qat.preparation.replacements import SPLIT
 from qat.quantizer import Quantizer
 from qat.recipe import ScopedRecipe
@@ -78,7 +79,7 @@ def _clip_before_moves(graph_module: fx.GraphModule) -> None:
         while passes_grid(source, graph_module) and len(source.users) == 1 and _commutes(source, node, graph_module):
             first, source = source, source.args[0]
         linear = isinstance(submodule_of(graph_module, source), AnyConvolution | nn.Linear | AnyBatchNorm)
-        if source is first or len(source.users) > 1 or not (linear or source.target in FLOAT_PRODUCTS):
+        if source is first or len(source.users) > 1 or not (linear or source.target in FLOAT_PRODUCTS.functions):
             continue
         node.replace_all_uses_with(last := node.all_input_nodes[0])
         node.replace_input_with(last, source)
@@ -92,7 +93,7 @@ def _commutes(move: fx.Node, clip: fx.Node, graph_module: fx.GraphModule) -> boo
     if isinstance(submodule_of(graph_module, move), nn.AlphaDropout) or written_by(move, graph_module) is not None:
         return False
     relu = is_call(clip, (nn.ReLU,), {F.relu, F.relu_, torch.relu}, {"relu", "relu_"}, graph_module)
-    return relu or not is_call(move, DROPOUTS, {F.dropout, F.pad}, set(), graph_module)
+    return relu or not is_call(move, DROPOUTS.modules, {*DROPOUTS.functions, F.pad}, (), graph_module)
 
 
 def _split(node: fx.Node, x: Any) -> None:

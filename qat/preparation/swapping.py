@@ -11,10 +11,11 @@ import torch
 from torch import fx, nn
 
 from qat.graph.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
+from qat.graph.operations import FLOAT_PRODUCTS
 from qat.layers import QuantLayer, QuantLinear
 from qat.layers.twins import QuantTwin, float_type_of, layers_of, make_twin, type_name
 from qat.preparation.functional_weights import REASON_NOTED
-from qat.preparation.operations import FLOAT_PRODUCTS, grid_of
+from qat.preparation.operations import grid_of
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, ScopedRecipe, grid_refusal
 from qat.text import did_you_mean
@@ -67,7 +68,7 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
     constant = constant_nodes(graph_module.graph)
     quantized = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in FLOAT_PRODUCTS and REASON_NOTED not in node.meta:
+        if node.op == "call_function" and node.target in FLOAT_PRODUCTS.functions and REASON_NOTED not in node.meta:
             left.setdefault(node.name, f"{node.target.__name__} of these operands has no quantized twin")
         if node.op != "get_attr":
             continue

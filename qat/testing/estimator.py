@@ -1,19 +1,18 @@
-"""`Estimator`, the subject of every check, and inputs of other shapes."""
+"""`Estimator`, the subject of every check: its gradients, and those that it declares."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.testing.report import require_close, uneven
+from qat.testing.report import first_wrong, uneven
 
 Gradients = tuple[Tensor | None, ...]
 Inputs = tuple[Tensor, ...]
 
 LEADING = (2, 3, 2, 2)  # lengths of the axes that `with_axes` adds
-COPIES = 3  # samples of a batch under vmap
 
 
 @dataclass(frozen=True)
@@ -42,40 +41,63 @@ class Estimator:
         cotangent = uneven(y).to(y.dtype) if cotangent is None else cotangent
         return y.detach(), pull_back(y, leaves, cotangent)
 
+    def results(self, inputs: Inputs, cotangent: Tensor | None = None) -> tuple[Any, ...]:
+        """Return the function's value and the gradients in one tuple."""
+        y, gradients = self.gradients(inputs, cotangent)
+        return y, *gradients
+
     def declared_gradients(self, inputs: Inputs, cotangent: Tensor) -> Gradients:
         """Return the gradients that the function's backward claims to be."""
         return self._declared(as_leaves(inputs), cotangent, create_graph=False)
 
-    def second_order(self, inputs: Inputs, cotangent: Tensor) -> list[tuple[Tensor, ...]]:
+    def second_order(self, inputs: Inputs, cotangent: Tensor, declared: bool) -> list[tuple[Tensor, ...]]:
         """Differentiate each gradient again, by every input and the cotangent."""
         leaves, cotangent = as_leaves(inputs), cotangent.detach().requires_grad_()
-        # Each gradient is summed with uneven weights first, which keeps it one backward a slot.
-        first = pull_back(self.function(*leaves), leaves, cotangent, create_graph=True)
-        return _differentiated(first, (*leaves, cotangent))
+        by, rows = (*leaves, cotangent), []
+        if declared:
+            first = self._declared(leaves, cotangent, create_graph=True)
+        else:
+            first = pull_back(self.function(*leaves), leaves, cotangent, create_graph=True)
+        for slot, gradient in enumerate(first):
+            found: Gradients = (None,) * len(by)
+            if gradient is not None and gradient.requires_grad:
+                # Summed with uneven weights first, which keeps it one backward a slot.
+                total = (gradient * uneven(gradient, seed=slot + 1)).sum()
+                found = torch.autograd.grad(total, by, allow_unused=True, retain_graph=True)
+            rows.append(filled(found, by))
+        return rows
 
-    def declared_second_order(self, inputs: Inputs, cotangent: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return `second_order` of the declared gradients."""
-        leaves, cotangent = as_leaves(inputs), cotangent.detach().requires_grad_()
-        return _differentiated(self._declared(leaves, cotangent, create_graph=True), (*leaves, cotangent))
-
-    def declared_tangent(self, inputs: Inputs, tangents: Sequence[Tensor | None]) -> Tensor:
+    def declared_tangent(self, inputs: Inputs, tangents: Sequence[Tensor]) -> Tensor:
         """Return the declared tangent of the output."""
         # The transpose of the declared gradients, at a cotangent of zero: they are linear in it.
         leaves, cotangent = as_leaves(inputs), torch.zeros_like(self.output(inputs)).requires_grad_()
         pulled = self._declared(leaves, cotangent, create_graph=True)
-        terms = [(g * t).sum() for g, t in zip(pulled, tangents, strict=True) if g is not None and t is not None]
+        terms = [(g * t).sum() for g, t in zip(pulled, tangents, strict=True) if g is not None]
         total = sum(terms, start=torch.zeros((), dtype=torch.float64))
-        (tangent,) = pull_back(total, [cotangent], torch.ones_like(total))
-        return torch.zeros_like(cotangent) if tangent is None else tangent
+        return filled(pull_back(total, [cotangent], torch.ones_like(total)), [cotangent])[0]
 
-    def require_close(self, what: str, got: Tensor, expected: Tensor, x: Tensor | None = None) -> None:
-        """Raise if two tensors differ by more than this estimator's tolerances."""
-        require_close(what, got, expected, self.rtol, self.atol, x)
+    def require_close(
+        self, what: str, got: Tensor, expected: Tensor, x: Tensor | None = None, size: float = 1.0,
+        rtol: float | None = None, atol: float | None = None,
+    ) -> None:  # fmt: skip
+        """Raise if two tensors differ, with the first element; `size` is of the terms they are made of."""
+        rtol, atol = self.rtol if rtol is None else rtol, self.atol * max(1.0, size) if atol is None else atol
+        if (wrong := first_wrong(got, expected, rtol, atol, x)) is not None:
+            raise wrong.error(what)
 
-    def require_same_gradients(self, what: str, got: Gradients, expected: Gradients, inputs: Inputs) -> None:
-        """Compare the gradients of all slots; None counts as zero."""
-        for slot, pair in enumerate(zip(filled(got, inputs), filled(expected, inputs), strict=True)):
-            self.require_close(f"{what}gradient of slot {slot}", *pair, inputs[0])
+    def require_same(self, words: str, got: Gradients, expected: Gradients, inputs: Inputs) -> None:
+        """Compare an output and the gradients of all slots, or these alone; None is zero."""
+        first = len(inputs) - len(got)
+        pairs = zip(filled(got, expected), filled(expected, got), strict=True)
+        for slot, pair in enumerate(pairs, start=first):
+            what = f"gradient of slot {slot}" if slot >= 0 else "output"
+            self.require_close(f"{words}{what}", *pair, inputs[0])
+
+    def with_axes(self, x: Tensor, axes: int) -> Tensor:
+        """Repeat x along new leading axes, up to `axes` axes, for elementwise functions."""
+        if not self.elementwise or x.ndim >= axes:
+            return x
+        return x.expand(*LEADING[: axes - x.ndim], *x.shape).contiguous()
 
     def _declared(self, leaves: list[Tensor], cotangent: Tensor, create_graph: bool) -> Gradients:
         if self.surrogate is not None:
@@ -106,77 +128,17 @@ def pull_back(y: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, create_gra
     return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
-def filled(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return the gradients, with zeros in place of None."""
-    pairs = zip(gradients, inputs, strict=True)
-    return tuple(torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs)
-
-
-def _differentiated(first: Gradients, by: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    rows = []
-    for slot, gradient in enumerate(first):
-        found: Gradients = (None,) * len(by)
-        if gradient is not None and gradient.requires_grad:
-            total = (gradient * uneven(gradient, seed=slot + 1)).sum()
-            found = torch.autograd.grad(total, by, allow_unused=True, retain_graph=True)
-        rows.append(filled(found, by))
-    return rows
+    zeros = (torch.zeros(()) if each is None else torch.zeros_like(each) for each in like)
+    return tuple(zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True))
 
 
 def _fitted(gradient: Tensor | None, leaf: Tensor, slot: int) -> Tensor | None:
-    if gradient is None:
-        return None
-    if gradient.shape == leaf.shape:
-        return gradient.to(leaf.dtype)
     try:
-        return gradient.to(leaf.dtype).sum_to_size(leaf.shape)
+        return None if gradient is None else gradient.to(leaf.dtype).sum_to_size(leaf.shape)
     except RuntimeError:  # torch's own text names no slot
         raise ValueError(
-            f"ste_gradcheck: gradient returns shape {tuple(gradient.shape)} for slot {slot}, which has shape "
-            f"{tuple(leaf.shape)}"
+            f"ste_gradcheck: gradient returns shape {tuple(gradient.shape) if gradient is not None else ()} for slot"
+            f" {slot}, which has shape {tuple(leaf.shape)}"
         ) from None
-
-
-def with_axes(estimator: Estimator, x: Tensor, axes: int) -> Tensor:
-    """Repeat x along new leading axes, up to `axes` axes, for elementwise functions."""
-    if not estimator.elementwise or x.ndim >= axes:
-        return x
-    return x.expand(*LEADING[: axes - x.ndim], *x.shape).contiguous()
-
-
-def parameter_shapes(x: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield every shape, in words too, in which a parameter broadcasts against x."""
-    yield "()", ()
-    yield "(1,)", (1,)
-    for axis, channels in enumerate(x.shape):
-        short = (channels,) + (1,) * (x.ndim - axis - 1)
-        yield f"{short}", short
-        if axis:
-            yield f"{(1,) * axis + short}", (1,) * axis + short
-
-
-def per_channel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the parameter's first value in this shape, different in each channel."""
-    first = parameter.detach().flatten()[0]
-    factors = 1 + torch.arange(torch.Size(shape).numel(), dtype=torch.float64) % 8 / 8  # 1, 9/8 .. 15/8
-    return (first * factors).reshape(shape)
-
-
-def batches(inputs: Inputs) -> Inputs:
-    """Stack COPIES different versions of each input along a new first axis."""
-    # x with its values in another order, parameters times 1 + k/8.
-    x = torch.stack([inputs[0].detach().flatten().roll(k).reshape(inputs[0].shape) for k in range(COPIES)])
-    return x, *(torch.stack([p.detach() * (1 + k / 8) for k in range(COPIES)]) for p in inputs[1:])
-
-
-def without_elements(estimator: Estimator, inputs: Inputs) -> Inputs:
-    """Return x with no element, and parameters that still broadcast against it."""
-    x, parameters = inputs[0], inputs[1:]
-    if estimator.elementwise:
-        return x.new_empty((0, *x.shape)), *parameters
-    for axis in range(x.ndim):  # the first axis along which no parameter has channels
-        back = axis - x.ndim
-        if all(p.ndim < -back or p.shape[back] == 1 for p in parameters):
-            return x.new_empty((*x.shape[:axis], 0, *x.shape[axis + 1 :])), *parameters
-    single = tuple(p.flatten()[0] if slot in estimator.broadcast else p for slot, p in enumerate(parameters, start=1))
-    return x.new_empty((0, *x.shape[1:])), *single

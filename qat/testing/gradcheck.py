@@ -64,7 +64,7 @@ def ste_gradcheck(
 
     Finite differences cannot see through rounding, so `torch.autograd.gradcheck` cannot judge such a function. Here
     its author declares the gradient as a `surrogate` (for rounding: the identity), and everything that follows from
-    the declaration is checked. `CHECKS` lists the checks; each entry can be called alone.
+    the declaration is checked. `CHECKS` lists the checks.
 
     Args:
         function: takes tensors and returns one tensor; bind all other arguments. It must accept any device and dtype.

@@ -1,8 +1,9 @@
 """Results of `ste_gradcheck`, and comparisons that name the first wrong element."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,35 +115,32 @@ def uneven(like: Tensor, seed: int = 0) -> Tensor:
     return torch.where(negative, -size, size).reshape(like.shape)
 
 
-def require_close(what: str, got: Tensor, expected: Tensor, rtol: float, atol: float, x: Tensor | None = None) -> None:
-    """Raise if two tensors differ, with the first element; NaN equals NaN."""
+class Wrong(NamedTuple):
+    """The first element in which two tensors differ: where, both values, and how many do."""
+
+    at: str
+    values: str
+    others: str = ""
+
+    def error(self, what: str) -> GradcheckError:
+        """Return the error that says so of `what`."""
+        return GradcheckError(f"{what}{self.at}: {self.values}{self.others}")
+
+
+def first_wrong(got: Tensor, expected: Tensor, rtol: float, atol: float, x: Tensor | None = None) -> Wrong | None:
+    """Return how two tensors differ, or None if they do not; NaN equals NaN."""
     if got.shape != expected.shape:
-        raise GradcheckError(f"{what}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
+        return Wrong("", f"got shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
     got, expected = got.detach().double(), expected.detach().double()
-    require_none(what, ~torch.isclose(got, expected, rtol=rtol, atol=atol, equal_nan=True), got, expected, x)
-
-
-def require_none(what: str, wrong: Tensor, got: Tensor, expected: Tensor, x: Tensor | None = None) -> None:
-    """Raise if any element is marked as wrong, with the first one."""
+    wrong = ~torch.isclose(got, expected, rtol=rtol, atol=atol, equal_nan=True)
     if not wrong.any():
-        return
-    where = wrong.nonzero()[0]
-    index = tuple(where.tolist())
+        return None
+    index = tuple(wrong.nonzero()[0].tolist())
     place = f" at {list(index)}" if index else ""
     if x is not None and x.shape == wrong.shape:
         place += f", where x = {number(x[index])}" if place else f" where x = {number(x[index])}"
     others = f"; {int(wrong.sum())} of {wrong.numel()} elements differ" if wrong.numel() > 1 else ""
-    raise GradcheckError(f"{what}{place}: got {number(got[index])}, expected {number(expected[index])}{others}")
-
-
-def index_of(place: int, shape: torch.Size) -> tuple[int, ...]:
-    """Return the index of the element at this place of the flattened tensor."""
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape))
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the dtype's name without torch, as in 'float32'."""
-    return str(dtype).removeprefix("torch.")
+    return Wrong(place, f"got {number(got[index])}, expected {number(expected[index])}", others)
 
 
 def number(value: Tensor) -> str:
@@ -150,12 +148,12 @@ def number(value: Tensor) -> str:
     return f"{value.item():.10g}"
 
 
-def slots_in_words(slots: Sequence[int]) -> str:
-    """Name slots in words: 'slot 1', 'slots 0, 2'."""
-    return f"slot{'s' if len(slots) > 1 else ''} {', '.join(map(str, slots))}"
+def index_of(place: int, shape: torch.Size) -> tuple[int, ...]:
+    """Return the index of the element at this place of the flattened tensor."""
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape))
 
 
-def largest(values: Tensor) -> float:
+def largest(x: Tensor | None) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
-    finite = values[values.isfinite()].abs()
-    return finite.max().item() if finite.numel() else 0.0
+    finite = torch.zeros(0) if x is None else x.detach()[x.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from qat.codes.training.activations import ACTIVATIONS, PLAIN_CURVES, Activation, FusedActivation, activation_of
+from qat.codes.training.activations import PLAIN_CURVES, Activation, activation_of
+from qat.graph.operations import TABLE, Row
 from tests.references.prepared_case import Plain
 
 
@@ -18,13 +19,14 @@ def found(module: Callable[[Tensor], Tensor]) -> Activation | None:
     return activation_of(list(graph.graph.nodes)[-2], graph)
 
 
-def calling(row: FusedActivation, function: Any) -> Callable[[Tensor], Tensor]:
+def calling(row: Row, function: Any) -> Callable[[Tensor], Tensor]:
     """A function or a method, which torch.fx looks into."""
     if isinstance(function, str):
         return lambda x: getattr(x, function)()
     return lambda x: function(x, **dict(row.options))
 
 
+ACTIVATIONS = [row for row in TABLE if row.bounds or row.fused]
 CALLS = [
     (row, calling(row, function), str(getattr(function, "__name__", function)))
     for row in ACTIVATIONS
@@ -34,13 +36,13 @@ CALLS += [(row, kind(**row.options), kind.__name__) for row in ACTIVATIONS for k
 
 
 @pytest.mark.parametrize(("row", "module"), [call[:2] for call in CALLS], ids=[name for *_, name in CALLS])
-def test_every_function_and_module_is_found_with_its_bounds_or_its_curve(row: FusedActivation, module: Any) -> None:
+def test_every_function_and_module_is_found_with_its_bounds_or_its_curve(row: Row, module: Any) -> None:
     activation = found(module)
     assert activation is not None
-    assert (activation.curve, activation.bounds) == (row.curve, row.bounds or (-torch.inf, torch.inf))
-    assert not isinstance(module, nn.Module) or all(hasattr(module, name) for name in row.read)
+    assert (activation.curve, activation.bounds) == (row.fused, row.bounds or (-torch.inf, torch.inf))
+    assert not isinstance(module, nn.Module) or all(hasattr(module, name) for name in row.reads or ())
     x = torch.linspace(-9, 9, 101)
-    ours = x.clamp(*row.bounds) if row.bounds is not None else PLAIN_CURVES[str(row.curve)](x)
+    ours = x.clamp(*row.bounds) if row.bounds is not None else PLAIN_CURVES[str(row.fused)](x)
     torch.testing.assert_close(ours, module(x.clone()))
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from qat.functional import lsq_quantize, positive_scale, round_ste
 from qat.functional.tensors import apply
-from qat.testing import CHECKS, CheckResult, GradcheckError, GradcheckReport, grid_points, ste_gradcheck
-from qat.testing.estimator import Estimator
+from qat.testing import CHECKS, GradcheckError, grid_points, ste_gradcheck
 from tests.references import broken_estimators as broken
 from tests.references.cases_uniform import lsq_surrogate, positive_scale_gradient
 from tests.references.prepared_case import refused
@@ -29,14 +28,9 @@ RIGHT: dict[str, dict[str, Any]] = {
     "lsq_quantize": {"function": lambda x, scale: lsq_quantize(x, scale, -8, 7), "surrogate": lsq_surrogate,
                      "inputs": [(X, number(0.5)), (grid_points(0.1, 0, -8, 7)[:40].reshape(2, 4, 5), number(0.1))],
                      "broadcast": (1,)},
-    "positive_scale": {
-        "function": positive_scale,
-        "surrogate": None,
-        "gradient": positive_scale_gradient,
-        "inputs": (SCALES, number(0.25)),
-        "broadcast": (1,),
-        "skip": ["nan_inf"],  # reading NaN as a number is its purpose
-    },
+    "positive_scale": {"function": positive_scale, "surrogate": None, "gradient": positive_scale_gradient,
+                       "inputs": (SCALES, number(0.25)), "broadcast": (1,),
+                       "skip": ["nan_inf"]},  # reading NaN as a number is its purpose
 }  # fmt: skip
 
 
@@ -76,13 +70,13 @@ CAUGHT: list[tuple[type[torch.autograd.Function], set[str], str, str]] = [
      "gradient of slot 0 differentiated by the incoming gradient at [7], where x = -4: got 0, expected "
      "-0.8664078644; 27 of 41 elements differ"),
     (broken.OldStyle, {"func_grad", "vmap", "jvp"}, "func_grad",
-     "torch.func.grad raised RuntimeError: In order to use an autograd.Function with functorch transforms ..."),
+     "torch.func.vjp raised RuntimeError: In order to use an autograd.Function with functorch transforms ..."),
     (broken.BranchesOnTheData, {"vmap", "meta"}, "vmap",
-     "x batched: torch.func.vmap of torch.func.grad raised RuntimeError: vmap: It looks like you're ..."),
+     "x batched: torch.func.vmap raised RuntimeError: vmap: It looks like you're ..."),
     (broken.ReadsTheScale, {"vmap", "meta"}, "meta",
      "float64: raised RuntimeError: Tensor.item() cannot be called on meta tensors"),
     (broken.WrongTangent, {"jvp"}, "jvp",
-     "torch.func.jvp along slots 0, 1 at [0], where x = -13.15: got -8.339356881, expected -9.016407864; 14 of 41 "
+     "torch.func.jvp along slot 0, 1 at [0], where x = -13.15: got -8.339356881, expected -9.016407864; 14 of 41 "
      "elements differ"),
     (broken.ForgetsTheDevice, {"meta"}, "meta", "float64: raised RuntimeError: ..."),
     (broken.ReturnsFloat32, {"dtypes"}, "dtypes", "float16: the output is float32, expected float16"),
@@ -123,6 +117,7 @@ def test_mistakes_are_caught_where_they_belong(function, failing, check, message
     if failing:
         assert says(report[check].detail, message), report[check].detail
     assert all("\n" not in each.detail for each in report.results)
+    assert all("raised" not in each.detail or each.error is not None for each in report.results)
 
 
 @pytest.mark.parametrize(("function", "surrogate", "inputs", "message"), [
@@ -178,9 +173,6 @@ def test_the_report_is_a_table() -> None:
     assert not report.passed and [each.name for each in report.failures] == ["gradient"]
     with pytest.raises(KeyError):
         report["vmap"]
-    ok = GradcheckReport("f", (CheckResult("gradient", True, "1 slot"),))
-    ok.raise_failures()
-    assert ok.passed
 
 
 def test_of_several_inputs_the_failing_one_is_named() -> None:
@@ -189,20 +181,6 @@ def test_of_several_inputs_the_failing_one_is_named() -> None:
     assert check([inside, inside])["gradient"].detail == "2 slots at 10 values of x"
     report = check([inside, outside], raise_exception=False)
     assert report["gradient"].detail == "inputs 1: d y[0] / d slot 0 at [0], where x = -13.15: got 1, expected 0"
-
-
-def test_a_check_runs_alone() -> None:
-    right = Estimator(lambda x, scale: lsq_quantize(x, scale, -8, 7), lsq_surrogate)
-    for name in ("gradient", "slots", "second_order", "layouts"):
-        assert CHECKS[name](right, LSQ)
-    wrong = Estimator(called(broken.StrictBounds), lsq_surrogate)
-    with refused("d y[7] / d slot 0 at [7], where x = -4: got 0, expected 1", GradcheckError):
-        CHECKS["gradient"](wrong, LSQ)
-
-
-def test_what_the_function_raised_is_kept() -> None:
-    report = ste_gradcheck(called(broken.ReadsTheScale), lsq_surrogate, LSQ, checks=["meta"], raise_exception=False)
-    assert isinstance(report["meta"].error, RuntimeError)
 
 
 def peak(x: Tensor) -> Tensor:
@@ -240,7 +218,6 @@ def test_inputs_are_left_as_they_are() -> None:
 IDENTITY: dict[str, Any] = {"function": round_ste, "surrogate": lambda x: x, "inputs": (X,)}
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": (X.int(),)}, TypeError, "input 0 must be a float64 tensor, got torch.int32"),
-    ({"inputs": (X, X.float())}, TypeError, "input 1 must be a float64 tensor, got torch.float32"),
     ({"inputs": (X, 0.5)}, TypeError, "input 1 must be a float64 tensor, got float"),
     *(({"inputs": wrong}, TypeError, f"inputs must .*got {type(wrong).__name__}") for wrong in (X, [X], (), [])),
     ({"inputs": (X[:0],)}, ValueError, r"input 0 has no elements, shape \(0,\)"),
@@ -254,7 +231,6 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"surrogate": lambda x: (x,)}, TypeError, "surrogate must return one tensor, got tuple"),
     # Point 58: what torch says of a leaf that is written was all there was.
     ({"function": lambda x: x.round_()}, ValueError, "function changes its input 0 in place; let it compute a new"),
-    ({"function": lambda x: broken.WritesIntoX.apply(x, number(0.5))}, ValueError, "input 0 in place"),
     ({"function": lambda x: 3.0}, TypeError, "function must return one tensor, got float"),
     ({"broadcast": (1,)}, ValueError, "broadcast names slot 1, but there are 0 parameters"),
     ({"broadcast": (0,)}, ValueError, "broadcast names slot 0"),

@@ -42,8 +42,8 @@ def test_all_ways_agree(first: int) -> None:
 
 def test_a_wrong_bound_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(CLIPPED).kind == "agrees"
-    wrong = [replace(row, bounds=(0.0, 5.5)) if F.relu6 in row.functions else row for row in activations.ACTIVATIONS]
-    monkeypatch.setattr(activations, "ACTIVATIONS", tuple(wrong))
+    wrong = [replace(row, bounds=(0.0, 5.5)) if F.relu6 in row.functions else row for row in activations.TABLE]
+    monkeypatch.setattr(activations, "TABLE", tuple(wrong))
     verdict = check(CLIPPED)
     assert (verdict.kind, verdict.stage) == ("fails", "training differs")
     small = shrink(CLIPPED, lambda program: check(program).is_like(verdict))

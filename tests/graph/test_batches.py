@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers
-from qat.graph.sizes import expect_sizes
+from qat.graph.guards import expect_sizes
 from tests.references.prepared_case import Plain
 
 IMAGE = torch.linspace(-1, 3, 48).reshape(3, 4, 4)

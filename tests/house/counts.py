@@ -1,6 +1,7 @@
 """What the house measures: `python tests/house/counts.py`. tests/house/test_layering.py holds the bounds."""
 
 import ast
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -119,6 +120,25 @@ def largest_folder(top: Path) -> tuple[int, str]:
     return max((len(list(folder.glob("*.py"))), folder.relative_to(ROOT).as_posix()) for folder in folders)
 
 
+def tables_of_operations(fewest: int = 10) -> list[str]:
+    """The files with a constant that names so many of torch's operations."""
+    parsed = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    constants = {
+        name: [n for n in tree.body if isinstance(n, (ast.Assign, ast.AnnAssign))] for name, tree in parsed.items()
+    }
+    calls = re.compile(r"\b(?:F|nn|torch)\.\w+")
+    return [
+        name for name, each in constants.items() if any(len({*calls.findall(ast.unparse(n))}) >= fewest for n in each)
+    ]
+
+
+def guards() -> list[str]:
+    """The classes that say if a model is what it was, by a `holds` of their own."""
+    parsed = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    classes = [node for tree in parsed for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [each.name for each in classes if "holds" in {getattr(node, "name", "") for node in each.body}]
+
+
 def lines(top: Path) -> int:
     """Lines of code and comments, C included."""
     sources = [path for path in top.rglob("*") if path.suffix in (".py", ".c", ".h")]
@@ -131,6 +151,7 @@ def main() -> None:
     for name, files in found.items():
         rooms = sorted({file.partition("/")[0] for file in files})
         print(f"{name}: {len(files)} in {len(rooms)} rooms ({', '.join(rooms)}): {' '.join(files)}")
+    print(f"tables of operations: {tables_of_operations()}; guards: {guards()}")
     room, chain = max(deepest_chains().items(), key=lambda item: len(item[1]))
     print(f"deepest chain of imports in a room: {len(chain)} ({room}: {' > '.join(chain)})")
     for top in (PACKAGE, ROOT / "tests"):

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torchvision.ops import SqueezeExcitation
 
 import qat
+from qat.graph.guards import EXPECTATIONS
 from qat.graph.nodes import tensor_nodes
-from qat.graph.sizes import EXPECTATIONS
 from qat.quantizer import Quantizer
 from qat.targets import PROFILES
 from tests.references.prepared_case import Plain, assert_close_to_float, assert_computes_as, draw, input_grid

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qat.codes.check.training_step import gap_between, noise
 from qat.codes.operators.codes import Codes, PreQuantizer
-from qat.codes.operators.grid import SHIFT
+from qat.codes.operators.grid import shift_of
 from qat.codes.operators.quantize import decode
 from qat.kernels import passes_values, plain_formulas
 from qat.quantizer import Quantizer
@@ -89,7 +89,7 @@ def compare_quantizing(
         level = z / scale + zero_point
         ties = ((level - level.floor()) - 0.5).abs() < NEAR
         expected = quantizer.codes(z)
-        shift = SHIFT if quantizer.spec.signed else 0
+        shift = shift_of(quantizer)
         codes = quantizer.codes(found) if isinstance(found, Tensor) else found.codes.to(expected.dtype) - shift
         wrong = (codes != expected) & ~ties & z.isfinite()
     if bool(wrong.any()) or (isinstance(found, Codes) and not torch.isclose(found.qparams[0], scale)):

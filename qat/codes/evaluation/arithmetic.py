@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.codes.operators.add import add_quantize
-from qat.codes.operators.grid import SHIFT
+from qat.codes.operators.grid import SHIFT, shift_of
 from qat.codes.operators.quantize import _dequantize, quantize_codes
 from qat.integers.frozen import rounds_half_to_even
 from qat.kernels.cpu.addresses import elements_at, empty_at, is_dense, numbers_at
@@ -25,9 +25,6 @@ from qat.quantizer import Quantizer
 
 NO_GRID = Grid(1.0, 0.0, 0.0, 0.0)
 
-MIDDLE = 128
-"""Difference between a code in uint8 and the same in int8, as a GPU multiplies it."""
-
 
 class CodeGrid:
     """A grid of uint8 codes: value = (code - zero) * step, low <= code <= high."""
@@ -38,11 +35,6 @@ class CodeGrid:
         self.qparams, self.shift = (torch.tensor(pair, dtype=torch.float32) for pair in ((step, zero), (1.0, zero)))
         scale, point = self.qparams[:1].clone(), self.qparams[1:].clone()
         self.learned = [scale, scale, point], Levels(low, high, 0.0, 1.0, 0.0)
-
-
-def shift_of(quantizer: Quantizer) -> int:
-    """Return how much larger a quantizer's codes are than its integers."""
-    return SHIFT if quantizer.bounds()[0] < 0 else 0
 
 
 def code_grid_of(quantizer: Quantizer) -> CodeGrid:
@@ -75,7 +67,7 @@ def _in_triton(x: Tensor) -> ModuleType | None:
 
 
 def _origin(kind: torch.dtype) -> float:
-    return MIDDLE if kind is torch.int8 else 0.0
+    return SHIFT if kind is torch.int8 else 0.0
 
 
 def _reading(codes: Tensor, grid: CodeGrid) -> tuple[float, float]:
@@ -103,8 +95,8 @@ def quantize(x: Tensor, grid: CodeGrid, seen: Tensor | None = None) -> tuple[Ten
 def centered(codes: Tensor) -> Tensor:
     """Return codes - 128 in int8."""
     if (triton := _in_triton(codes)) is not None:
-        return cast("Tensor", triton.dequantize(_dense(codes), 1.0, float(MIDDLE), torch.int8))
-    return (codes.int() - MIDDLE).to(torch.int8)
+        return cast("Tensor", triton.dequantize(_dense(codes), 1.0, float(SHIFT), torch.int8))
+    return (codes.int() - SHIFT).to(torch.int8)
 
 
 def dequantize(codes: Tensor, grid: CodeGrid, step: bool = True) -> Tensor:

@@ -8,8 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from qat.codes.evaluation.arithmetic import MIDDLE, CodeGrid, centered, dequantize, requantize
+from qat.codes.evaluation.arithmetic import CodeGrid, centered, dequantize, requantize
 from qat.codes.operators.geometry import MOST_INPUTS, Geometry
+from qat.codes.operators.grid import SHIFT
 from qat.codes.operators.product import layer_geometry
 from qat.kernels.cpu import onednn
 from qat.kernels.cpu.quantizers import NO_CLIP
@@ -73,7 +74,7 @@ class Product(nn.Module):
         self.table: Tensor | None = None
         self.kind = torch.uint8
         # Sums of (code - 128) * weight lack this of those of (code - zero) * weight.
-        missing = (MIDDLE - int(source.zero)) * integers.codes.detach().flatten(1).sum(1)
+        missing = (SHIFT - int(source.zero)) * integers.codes.detach().flatten(1).sum(1)
         self.shift = nn.Buffer(missing.to(torch.int32))
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ class Product(nn.Module):
 
         def run(codes: Tensor) -> Tensor:
             if codes.dtype is torch.int8:
-                codes = (codes.int() + MIDDLE).to(torch.uint8)
+                codes = (codes.int() + SHIFT).to(torch.uint8)
             x = codes if codes.is_floating_point() else dequantize(_nearest(codes), source, step=False)
             x = x.to(dtype)
             split = zip(x.tensor_split(parts, channels), weights, strict=True)

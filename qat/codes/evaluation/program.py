@@ -13,34 +13,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from qat.codes.evaluation.arithmetic import MIDDLE, CodeGrid, all_values, code_grid_of, has_codes
+from qat.codes.evaluation.arithmetic import CodeGrid, all_values, code_grid_of, has_codes
 from qat.codes.evaluation.modules import AsGiven, Dequantize, Join, MaxPool, Quantize, Table
 from qat.codes.evaluation.products import Product, geometry_of
+from qat.codes.operators.grid import SHIFT
 from qat.graph.in_place import Memory, drop_unread
 from qat.graph.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
+from qat.graph.operations import AVERAGING, DROPOUTS, JOINING, NONLINEAR, by_name, calls_of
 from qat.integers.evaluation import call_names
 from qat.integers.freezing import handed, integers_of
-from qat.integers.movement import RESHAPING_MODULES, asks_for_shape, window
+from qat.integers.movement import asks_for_shape, window
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.layers import QuantEmbedding, QuantLayer
-from qat.preparation.operations import (
-    AVERAGING,
-    DROPOUTS,
-    JOINING,
-    MOVING_FUNCTIONS,
-    NONLINEAR,
-    PASSING_METHODS,
-    grid_of,
-    is_relu,
-    is_split,
-    operation_of,
-    passes_grid,
-)
+from qat.preparation.operations import grid_of, is_relu, is_split, operation_of, passes_grid
 
-CURVES = ("sigmoid", "tanh", "hardsigmoid", "hardswish", "silu", "gelu", "elu", "mish", "leaky_relu")
-"""Functions of one value."""
-
-NORMS = ("layer_norm", "group_norm", "instance_norm")
+MOVES, CURVES, NORMS = calls_of("move", "split"), by_name("curve"), by_name("norm")
 
 QUANTIZER = "qat_integers_of"
 """Key of node.meta in a program: the quantizer call whose codes the node computes."""
@@ -264,8 +251,7 @@ class Writer:
             return False
         if any(self.memory.writers(node)):  # a write would not reach the codes
             return False
-        modules = (*DROPOUTS, *RESHAPING_MODULES, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle)
-        moves = is_call(node, modules, MOVING_FUNCTIONS, PASSING_METHODS, self.model)
+        moves = is_call(node, (*DROPOUTS.modules, *MOVES.modules), MOVES.functions, MOVES.methods, self.model)
         return moves or window(node, module) is not None
 
     def _moved(self, node: fx.Node) -> fx.Node:
@@ -314,7 +300,7 @@ def merged(program: fx.GraphModule) -> fx.GraphModule:
         step.kind = _wanted(program, node)
         if written is not None and step.kind is not torch.uint8:
             source = next(each.source for each in _readers(program, node) if isinstance(each, Product))
-            origin = source.zero if step.kind is torch.float32 else MIDDLE
+            origin = source.zero if step.kind is torch.float32 else SHIFT
             written = (written.float() - origin).to(step.kind)
         step.table = written
     program.delete_all_unused_submodules()

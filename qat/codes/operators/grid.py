@@ -17,7 +17,12 @@ from qat.quantizer import Quantizer
 from qat.quantizer.registry import estimator_of
 
 SHIFT = 128
-"""Added to the codes and zero points of signed grids, so that all codes are uint8."""
+"""Difference between an integer in uint8 and the same in int8."""
+
+
+def shift_of(quantizer: Quantizer) -> int:
+    """Return how much larger a quantizer's codes, which are uint8, are than its integers."""
+    return SHIFT if quantizer.bounds()[0] < 0 else 0
 
 
 def codes_refusal(quantizer: Quantizer) -> str | None:
@@ -86,7 +91,7 @@ def levels_of(quantizer: Quantizer, x: Tensor) -> Levels:
     latest = None if torch.compiler.is_compiling() else _LATEST.get(quantizer)
     if latest is not None and latest[0] == basis:
         return latest[1]
-    (low, high), shift = quantizer.bounds(), SHIFT if quantizer.spec.signed else 0
+    (low, high), shift = quantizer.bounds(), shift_of(quantizer)
     factor, relative = quantizer.gradient_factor(x), quantizer.relative_steps
     levels = Levels(float(low), float(high), float(shift), float(factor), float(relative))
     if not torch.compiler.is_compiling():

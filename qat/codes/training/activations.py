@@ -1,64 +1,27 @@
 """The activations that kernels compute together with the quantizer behind them."""
 
 import functools
-import inspect
-import math
-import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from qat.graph.nodes import submodule_of
+from qat.graph.nodes import is_call, submodule_of
+from qat.graph.operations import JOINING, NONLINEAR, TABLE, Row
 from qat.kernels.cpu.quantizers import NO_CLIP
 
-
-@dataclass(frozen=True)
-class FusedActivation:
-    """A row of the table: a clip, which has bounds, or a curve."""
-
-    modules: tuple[type[nn.Module], ...]
-    functions: tuple[Callable[..., Tensor], ...] = ()  # of one tensor
-    methods: tuple[str, ...] = ()
-    bounds: tuple[float, float] | None = None
-    module_bounds: tuple[str, ...] = ()  # attributes of the modules that hold other bounds
-    curve: str | None = None  # the kernels' name
-    options: Mapping[str, object] = field(default_factory=dict)  # what other arguments have to be
-
-    @property
-    def read(self) -> tuple[str, ...]:
-        """Attributes of the modules that a fused graph is derived from."""
-        own = ("inplace",) if "inplace" in inspect.signature(self.modules[0]).parameters else ()
-        return (*own, *self.module_bounds, *self.options)
-
-
-ACTIVATIONS = (
-    FusedActivation((nn.ReLU,), (F.relu, torch.relu, F.relu_), ("relu", "relu_"), bounds=(0.0, math.inf)),
-    FusedActivation((nn.ReLU6,), (F.relu6,), bounds=(0.0, 6.0), module_bounds=("min_val", "max_val")),
-    FusedActivation((nn.Hardtanh,), bounds=(-1.0, 1.0), module_bounds=("min_val", "max_val")),
-    FusedActivation((nn.SiLU,), (F.silu,), curve="silu"),
-    FusedActivation((nn.Hardswish,), (F.hardswish,), curve="hardswish"),
-    FusedActivation((nn.GELU,), (F.gelu,), curve="gelu", options={"approximate": "none"}),
-    FusedActivation((nn.GELU,), (F.gelu,), curve="gelu_tanh", options={"approximate": "tanh"}),
-)
+PLAIN_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    row.fused: functools.partial(row.functions[0], **row.options) for row in TABLE if row.fused is not None
+}
+"""torch's functions by the kernels' names of the curves."""
 
 DEFAULTS = {"approximate": "none"}
 """Values that torch's functions take for options that are not given."""
 
-READ: dict[type[nn.Module], tuple[str, ...]] = {kind: row.read for row in ACTIVATIONS for kind in row.modules}
-"""Attributes that a fused graph is derived from, by class."""
 
-PLAIN_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
-    row.curve: functools.partial(row.functions[0], **row.options) for row in ACTIVATIONS if row.curve is not None
-}
-"""torch's functions by the kernels' names of the curves."""
-
-
-def row_of(computes: object, options: Mapping[str, object]) -> FusedActivation | None:
+def row_of(computes: object, options: Mapping[str, object]) -> Row | None:
     """Return the row of a class, function or method with these options, or None."""
-    for row in ACTIVATIONS:
+    for row in TABLE:
         if computes in (*row.modules, *row.functions, *row.methods):
             given = {**DEFAULTS, **options}
             if all(given[name] == value for name, value in row.options.items()):
@@ -91,13 +54,13 @@ def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
         return None
     source, module = node.args[0], submodule_of(model, node)
     row = _row(node, module)
-    if row is not None and row.curve is not None:
-        return Activation((node,), source, curve=row.curve)
+    if row is not None and row.fused is not None:
+        return Activation((node,), source, curve=row.fused)
     if row is not None and row.bounds is not None:
-        own = () if module is None else tuple(float(getattr(module, name)) for name in row.module_bounds)
-        floor, ceiling = own or row.bounds
+        ends = zip(("min_val", "max_val"), row.bounds, strict=True)
+        floor, ceiling = (float(getattr(module, name, bound)) for name, bound in ends)
         return Activation((node,), source, (floor, ceiling))
-    axis = _softmax_axis(node, module)
+    axis = _softmax_axis(node, module, model)
     if axis is None:
         return None
     multiplier = _multiplier(source)
@@ -107,7 +70,7 @@ def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
     return Activation((node, source), scores, axis=axis, multiplier=multiplier)
 
 
-def _row(node: fx.Node, module: nn.Module | None) -> FusedActivation | None:
+def _row(node: fx.Node, module: nn.Module | None) -> Row | None:
     # Called with its tensor alone, but for options.
     if len(node.args) != 1 or not set(node.kwargs) <= {"inplace", *DEFAULTS}:
         return None
@@ -116,10 +79,11 @@ def _row(node: fx.Node, module: nn.Module | None) -> FusedActivation | None:
     return row_of(node.target, node.kwargs) if node.op in ("call_function", "call_method") else None
 
 
-def _softmax_axis(node: fx.Node, module: nn.Module | None) -> int | None:
+def _softmax_axis(node: fx.Node, module: nn.Module | None, model: fx.GraphModule) -> int | None:
     if module is not None:
         return module.dim if type(module) is nn.Softmax else None
-    if node.target not in (F.softmax, torch.softmax, "softmax") or node.kwargs.get("dtype") is not None:
+    softmax = is_call(node, *NONLINEAR["softmax"], model)
+    if not softmax or node.kwargs.get("dtype") is not None:
         return None
     if len(node.args) > 2 or not set(node.kwargs) <= {"dim", "dtype", "_stacklevel"}:
         return None
@@ -128,8 +92,12 @@ def _softmax_axis(node: fx.Node, module: nn.Module | None) -> int | None:
 
 
 def _multiplier(node: fx.Node) -> float | None:
-    multiplies = node.target in (operator.mul, torch.mul, "mul") and node.op != "call_module"
-    if not multiplies or len(node.args) != 2 or node.kwargs or len(node.users) != 1:
+    if (
+        node.target not in (*JOINING["mul"].functions, "mul")
+        or len(node.args) != 2
+        or node.kwargs
+        or len(node.users) != 1
+    ):
         return None
     x, number = node.args
     if not isinstance(x, fx.Node):

@@ -1,11 +1,8 @@
 """Decides what of a prepared graph trains on codes; `rewriting` does it."""
 
-import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import fx
 
 from qat.codes.operators.grid import codes_refusal, mode_refusal
@@ -14,16 +11,12 @@ from qat.codes.training.activations import Activation, activation_of
 from qat.codes.training.watched import module_refusal
 from qat.graph.in_place import Memory
 from qat.graph.nodes import constant_nodes, submodule_of
-from qat.integers.movement import RESHAPING_MODULES, reshapes, window
+from qat.graph.operations import DROPOUTS, JOINING
+from qat.integers.movement import RESHAPING, reshapes, window
 from qat.layers import QuantLayer
-from qat.preparation.operations import DROPOUTS, JOINING, grid_of, operation_of, passes_grid
+from qat.preparation.operations import grid_of, is_product, operation_of, passes_grid
 from qat.preparation.replacements import may_write
 from qat.quantizer import Quantizer
-
-FUNCTIONAL_DROPOUTS = (F.dropout,)
-
-MATMULS = (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm")
-"""Functions and methods that multiply the last two axes of two tensors."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +44,7 @@ class CodesPlan:
         self.layers = self._accepted(
             (node for node in self.nodes if isinstance(called[node], QuantLayer)), self._layer_refusal
         )
-        self.matmuls = self._accepted(
-            (node for node in self.nodes if node.op != "call_module" and node.target in MATMULS), self._matmul_refusal
-        )
+        self.matmuls = self._accepted((node for node in self.nodes if is_product(node, model)), self._matmul_refusal)
         chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
         worthless = [node for node, chain in chains.items() if not self._is_worth_it(node, chain, chains)]
         self.refused |= dict.fromkeys(worthless, "nothing that computes on codes reads it")
@@ -79,7 +70,7 @@ class CodesPlan:
         if source not in self.quantizers:
             return f"its operand comes from {source.target}: {self.refused[source]}"
         for step in self.path_to_quantizer(node):
-            if step.target in FUNCTIONAL_DROPOUTS:
+            if step.target in DROPOUTS.functions:
                 return f"F.dropout stands between it and {source.target}"
             reason = self._call_refusal(step.target) if step.op == "call_module" else None
             if reason is not None:
@@ -133,7 +124,7 @@ class CodesPlan:
         return self._operands_refusal(node.args[:1])
 
     def _matmul_refusal(self, node: fx.Node) -> str | None:
-        if len(node.args) != 2 or node.kwargs:
+        if [type(each) for each in node.args] != [fx.Node, fx.Node] or node.kwargs:
             return "it is not called with its two operands alone"
         return self._operands_refusal(node.args)
 
@@ -183,7 +174,7 @@ class CodesPlan:
         module = submodule_of(self.model, node)
         if module is None:
             return reshapes(node) is not None or window(node, None) is not None
-        moves = isinstance(module, (*DROPOUTS, *RESHAPING_MODULES)) or window(node, module) is not None
+        moves = isinstance(module, (*DROPOUTS.modules, *RESHAPING.modules)) or window(node, module) is not None
         return moves and self._call_refusal(node.target) is None
 
     def _is_worth_it(self, quantizer: fx.Node, chain: FusedGroup, chains: dict[fx.Node, FusedGroup]) -> bool:

@@ -23,9 +23,9 @@ from qat.codes.training.plan import CodesPlan
 from qat.codes.training.watched import Watched, module_tree
 from qat.codes.verdict import Verdict
 from qat.graph.nodes import submodule_of
+from qat.graph.operations import DROPOUTS
 from qat.integers.movement import asks_for_shape, reshapes, window
 from qat.kernels.cpu.quantizers import NO_CLIP
-from qat.preparation.operations import DROPOUTS
 from qat.preparation.replacements import module_names
 from qat.torch_internals import keep_signature
 
@@ -133,7 +133,7 @@ class _Rewriting:
         assert quantizer is not None
         grid = self._module(str(quantizer.target))
         path = self.plan.path_to_quantizer(node)
-        dropouts = [step for step in path if isinstance(submodule_of(self.model, step), DROPOUTS)]
+        dropouts = [step for step in path if isinstance(submodule_of(self.model, step), DROPOUTS.modules)]
         checked = [self._module(str(step.target)) for step in dropouts]
         return self.graph.call_function(encode, (value, grid, *checked))
 
@@ -145,7 +145,7 @@ class _Rewriting:
         pooled = window(node, module)
         if pooled is not None:
             return self.graph.call_function(max_pool, (coded, tuple(pooled), held))
-        if isinstance(module, DROPOUTS):
+        if isinstance(module, DROPOUTS.modules):
             return self.graph.call_function(drop, (coded, held))
         if module is not None:
             return self.graph.call_function(reshape_by, (coded, held))

@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from qat.codes.training import activations
+from qat.graph.guards import Snapshot
+from qat.graph.operations import TABLE
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.replacements import METHODS, ModuleSnapshot, is_watched, watch
 from qat.quantizer import LSQQuantizer, Quantizer
@@ -24,13 +25,7 @@ READ: dict[type[nn.Module], tuple[str, ...]] = {
     LSQQuantizer: ("training", "observer", "is_calibrated", "is_disabled", "spec", "role"),
     **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
-    **activations.READ,
-    nn.Softmax: ("dim",),
-    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
-    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), ("inplace",)),
-    **dict.fromkeys((nn.Flatten, nn.Unflatten, nn.Identity, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle), ()),
-    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool3d), ("return_indices",)),
-    **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), ("return_indices",)),
+    **{module: row.reads for row in TABLE if row.reads is not None for module in row.modules},
 }
 """Classes that kernels may replace, and attributes that a graph is derived from."""
 
@@ -82,7 +77,7 @@ def _facts(module: nn.Module) -> Callable[[], object]:
     return partial(attrgetter(*names), module) if names else lambda: None
 
 
-class Watched:
+class Watched(Snapshot):
     """The modules of a fused graph: their classes, attributes and hooks at that time."""
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
@@ -93,21 +88,16 @@ class Watched:
             (name, (type(m).__qualname__, _described(facts[name]()), is_watched(m))) for name, m in modules.items()
         ]
         self.text = repr((states, sorted(kind.__qualname__ for kind in known if is_changed(kind))))
-        self._reads: list[Callable[[], object]] = [*ModuleSnapshot(model, names).reads, *facts.values()]
-        self._reads += [partial(type, m) for m in modules.values()]
-        self._reads += [read for m in modules.values() for read in watch(m)]
-        self._reads += [partial(is_changed, kind) for kind in known]
-        self._values = [read() for read in self._reads]
+        reads: list[Callable[[], object]] = [*ModuleSnapshot(model, names).reads, *facts.values()]
+        reads += [partial(type, m) for m in modules.values()]
+        reads += [read for m in modules.values() for read in watch(m)]
+        super().__init__([*reads, *(partial(is_changed, kind) for kind in known)])
         self._guards = [
             (name, key, getattr(m, key))
             for name, m in modules.items()
             if known_kind(type(m)) is not None
             for key in ("__class__", *sorted({*READ[known_kind(type(m)) or type(m)]} - NOT_GUARDED))
         ]
-
-    def holds(self) -> bool:
-        """Return True if nothing changed."""
-        return [read() for read in self._reads] == self._values
 
     def holds_compiled(self, model: nn.Module) -> bool:
         """Return True if nothing changed that torch.compile can watch; it guards on that."""

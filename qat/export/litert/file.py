@@ -59,7 +59,7 @@ class Grid:
         rounded = float((torch.tensor(value) / self.scale).round()) + self.zero_point  # in float32, as a quantizer does
         return int(max(self.low, min(self.high, rounded)))
 
-    def holds(self, bound: float) -> bool:
+    def has_level(self, bound: float) -> bool:
         """Return True if a bound of values lies on a level, or beyond all levels."""
         level = bound / self.scale + self.zero_point
         return not self.low < level < self.high or abs(level - round(level)) < 1e-4  # scales are float32

@@ -134,7 +134,7 @@ def clamp(writer: Writer, shape: Shape, x: object, low: float | None = None, hig
     if isinstance(x, Pending):
         return Pending(x.emit, x.operation, max(x.low, bounds[0]), min(x.high, bounds[1]))
     x = coded = writer.coded(x, "a clamp")
-    if all(map(x.grid.holds, bounds)):
+    if all(map(x.grid.has_level, bounds)):
         return writer.requantized(x, x.grid, bounds)
 
     def emit(grid: Grid, low: float, high: float) -> Coded:

@@ -33,21 +33,20 @@ where the runtime loses them, and puts its global average in place of means.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.export.onnx.graph import Array, Edges, copy_of, ends_within, insert, store, unused_name
 from qat.export.onnx.operators import GlobalAveragePool, OnnxOperations
-from qat.graph.nodes import FACTS, constant_nodes, dimensions, submodule_of
+from qat.graph.nodes import FACTS, constant_nodes, dimensions, is_call, submodule_of
+from qat.graph.operations import AVERAGING, calls_where
 from qat.integers.freezing import replace_call
 from qat.integers.frozen import FrozenQuantizer, stored_offset
-from qat.preparation.operations import AVERAGING, grid_of, operation_of, passes_grid
+from qat.preparation.operations import grid_of, operation_of, passes_grid
 from qat.quantizer import Quantizer
 
 if TYPE_CHECKING:
@@ -74,18 +73,9 @@ LEVELS = (np.array(0, np.uint8), np.array(255, np.uint8))
 QuantizedReader: TypeAlias = "tuple[NodeProto, NodeProto | None, list[Array]]"
 """A QuantizeLinear on one constant grid, the Clip of its integers if it has one, and the grid."""
 
-NOT_PROPAGATED = {
-    F.pad, F.adaptive_max_pool2d, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
-    torch.pixel_shuffle, torch.channel_shuffle, "roll", "expand", "repeat", "repeat_interleave", "select", "narrow",
-}  # fmt: skip
+NOT_PROPAGATED = calls_where(lambda row: not row.propagated)
 """Operations that keep a grid although ONNX Runtime does not propagate it: it would compute the next operation in
 float, or quantize its input anew in blocks of its own."""
-
-NOT_PROPAGATED_MODULES = (
-    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.ChannelShuffle, nn.PixelShuffle,
-    nn.PixelUnshuffle,
-)  # fmt: skip
-"""The same operations as modules."""
 
 
 def add_exactly(proto: ModelProto, *, everywhere: bool = False) -> None:
@@ -270,7 +260,7 @@ def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
     quantizer = model.get_submodule(str(source.target))
     assert isinstance(quantizer, Quantizer)
     in_int8 = quantizer.bounds()[0] < 0 and not stored_offset(quantizer)
-    lost = node.target in NOT_PROPAGATED or isinstance(submodule_of(model, node), NOT_PROPAGATED_MODULES)
+    lost = is_call(node, *NOT_PROPAGATED, model)
     return source if lost or in_int8 else None
 
 

@@ -12,6 +12,7 @@ from qat.batch_norm import copied_statistics, freeze_batch_norm, sync_batch_norm
 from qat.collectives import largest, of_all_ranks, rank, rank_count, take_from_first
 from qat.finetuning import EMA, grouped
 from qat.finetuning.distillation import LOGITS
+from qat.graph.guards import Snapshot
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
@@ -93,7 +94,7 @@ class Training:
         self.model = self.aids.student  # with many ranks in DistributedDataParallel, which averages gradients
         self.forward: Forward | None = None  # the same in CUDA graphs, compiled or as it is; set by the first step
         self.evaluation: Forward | None = None  # called by evaluations; None without CUDA graphs
-        self.recorded_for: list[object] = []  # the `switches` with which these three were made
+        self.recorded_for: Snapshot | None = None  # the `switches` with which these three were made
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_score = -1.0
         self.done = 0  # steps of this epoch
@@ -193,9 +194,9 @@ class Training:
                 freeze_batch_norm(run.model, epoch >= run.stage.freeze_bn_epoch)
             if run.stage.freeze_scales_epoch is not None and any(isinstance(m, Quantizer) for m in run.model.modules()):
                 freeze_scales(run.model, epoch >= run.stage.freeze_scales_epoch)
-        present = switches(run.model)
-        if present != self.recorded_for:  # graphs, compiled code and DistributedDataParallel do not follow a change
-            self.model, self.forward, self.recorded_for = self.aids.student, None, present
+        # Graphs, compiled code and DistributedDataParallel do not follow a change.
+        if self.recorded_for is None or not self.recorded_for.holds():
+            self.model, self.forward, self.recorded_for = self.aids.student, None, switches(run.model)
             self.evaluation = EvaluationGraph(run.model) if run.in_graphs else None
         if not self.done:
             self.whole, self.window = Meter(), Meter()

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qat.collectives import largest, rank_count
+from qat.graph.guards import Snapshot
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import check_parts
 from qat.preparation.replacements import is_watched, scalar_attributes
@@ -105,10 +107,11 @@ def averaged(model: nn.Module, loss_of: LossOf) -> nn.Module:
 LARGEST_GAP = 1e-2  # between evaluation in a graph and without, relative to the largest value: algorithms differ
 
 
-def switches(model: nn.Module) -> list[object]:
+def switches(model: nn.Module) -> Snapshot:
     """Return what a graph takes for granted: modes, numbers, flags, and what learns."""
-    learning = [each.requires_grad for each in model.parameters()]
-    return [learning, *((module.training, scalar_attributes(module)) for module in model.modules())]
+    reads = [partial(scalar_attributes, module) for module in model.modules()]
+    reads += [partial(getattr, module, "training") for module in model.modules()]
+    return Snapshot([*reads, lambda: [each.requires_grad for each in model.parameters()]])
 
 
 class TrainingGraphs:

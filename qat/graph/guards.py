@@ -1,7 +1,7 @@
-"""Conditions on the inputs of a captured graph, which each call checks."""
+"""What a captured graph takes for granted, of its inputs and of the model: each call checks it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -68,3 +68,18 @@ def expect_default(value: object, default: object, name: str) -> None:
 
 EXPECTATIONS = (expect_sizes, expect_default)
 """Functions that check the inputs, at the beginning of a graph."""
+
+
+class Snapshot:
+    """What something was derived from: calls, and what they returned then.
+
+    A model asks at every forward, so most calls run no line of Python.
+    """
+
+    def __init__(self, reads: Iterable[Callable[[], object]]) -> None:
+        self.reads = [*reads]
+        self._values = [read() for read in self.reads]
+
+    def holds(self) -> bool:
+        """Return True if every call returns what it did."""
+        return [read() for read in self.reads] == self._values
