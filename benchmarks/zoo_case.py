@@ -34,7 +34,7 @@ from qat.inputs import Inputs
 from qat.layers import QuantLayer
 from qat.layers.twins import layers_of
 from qat.preparation.parts import prepared_parts
-from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
+from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, notes_of
 from qat.quantizer import Quantizer
 
 LEARNING_RATE = 1e-4
@@ -139,7 +139,7 @@ def _measure(row: Row, case: Case, model: nn.Module, folder: Path, exports: bool
 def work_facts(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     """The share of integer work, and the largest places in float with their reasons; first those without one."""
     work = integer_work(model, inputs)
-    reasons = noted(model, LEFT_IN_FLOAT)
+    reasons = notes_of(model, LEFT_IN_FLOAT)
     layers = {name for name, _ in layers_of(model)}
     named = [(place, reason_for(place, reasons, layers)) for place in work.in_float]
     named.sort(key=lambda pair: (pair[1] is not None, -pair[0].macs))

@@ -21,7 +21,7 @@ from qat.layers.twins import QuantTwin, is_composite
 from qat.preparation.parts import prepare_graph, prepare_parts
 from qat.preparation.prepared_graph import PreparedGraph, keep_all_attributes
 from qat.preparation.refusals import check_float_model
-from qat.preparation.report import LAYERS, noted
+from qat.preparation.report import LAYERS, notes_of
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
@@ -105,7 +105,7 @@ def prepare(
             root = copy.deepcopy(model)  # a fresh one, since a capture may leave its marks
             with without_range_warnings(root):
                 prepared = prepare_parts(root, recipe, examples, str(error), graph_class)
-        layers = noted(prepared, LAYERS)
+        layers = notes_of(prepared, LAYERS)
         check_patterns(recipe, layers, model)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")

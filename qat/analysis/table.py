@@ -18,7 +18,7 @@ from qat.preparation.operations import is_relu, operation_of
 from qat.preparation.parts import prepared_parts
 from qat.preparation.placement import is_convolution, readings
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, VERDICTS, WHOLE_MODEL, noted
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, VERDICTS, WHOLE_MODEL, notes_of
 from qat.preparation.swapping import call_own_quantizers
 from qat.quantizer import Quantizer
 from qat.targets import TargetProfile
@@ -55,10 +55,10 @@ def summary(model: nn.Module) -> str:
     1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
     """
     expect_model(summary, model)
-    remarks = {**_inputs(model), **noted(model, COMPROMISES)}
-    reasons = noted(model, LEFT_IN_FLOAT)
+    remarks = {**_inputs(model), **notes_of(model, COMPROMISES)}
+    reasons = notes_of(model, LEFT_IN_FLOAT)
     in_parts = reasons.pop(WHOLE_MODEL, None)
-    kinds = noted(model, LAYERS)
+    kinds = notes_of(model, LAYERS)
     for name, _ in layers_of(model):
         if not isinstance(model.get_submodule(name), QuantTwin):
             reasons.setdefault(name, PUT_THERE if kinds else UNPREPARED)
@@ -69,7 +69,7 @@ def summary(model: nn.Module) -> str:
     lines = [*table([HEADER, *rows]), "", _counts(model, in_float)]
     if in_parts is not None:
         lines += [f"the model is {in_parts}", f"parts that are one graph: {', '.join(prepared_parts(model)) or 'none'}"]
-    lines += [said_of(own)] if own else []
+    lines += [sentence_about(own)] if own else []
     lines += [bad] if (bad := not_finite(model)) else []
     return "\n".join([*lines, *_between(model), *_verdicts(model)])
 
@@ -271,7 +271,7 @@ def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool
             yield reader.op != "output" and (normalised or not isinstance(module, Quantizer))
 
 
-def said_of(names: list[str]) -> str:
+def sentence_about(names: list[str]) -> str:
     """Return a sentence about `float_results`, with the way out."""
     return (
         f"{some(names)} {'computes' if len(names) == 1 else 'compute'} in float in an exported file, since no quantizer"

@@ -112,7 +112,7 @@ class Evaluator:
                 return
             self._proof = None if self._key in agreed else (program, evaluated)
 
-    def answers(self, args: Args, kwargs: Kwargs) -> bool:
+    def is_proven(self, args: Args, kwargs: Kwargs) -> bool:
         """Return True if the program computes what the model does, as first inputs show."""
         assert self.program is not None
         if self._proof is not None:
@@ -157,7 +157,7 @@ class Evaluator:
         return pytree.tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, result)
 
 
-def takes(given: Iterable[Tensor], device: torch.device) -> bool:
+def supports_inputs(given: Iterable[Tensor], device: torch.device) -> bool:
     """Return True if programs take these inputs, besides what training asks of them."""
     # A CUDA graph would keep the integers that it was recorded with.
     if torch.is_grad_enabled() or (any(x.is_cuda for x in given) and torch.cuda.is_current_stream_capturing()):

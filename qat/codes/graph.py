@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from qat.codes.check.judging import judge
-from qat.codes.evaluating import Args, Evaluator, Kwargs, takes
+from qat.codes.evaluating import Args, Evaluator, Kwargs, supports_inputs
 from qat.codes.explain import explain_part
 from qat.codes.training.rewriting import FusedForward, fused_forward
 from qat.codes.verdict import Verdict, is_wanted
@@ -71,7 +71,7 @@ class FusedGraph(PreparedGraph):
             evaluator = None if self.training else self._evaluator(args, kwargs)
             if evaluator is not None:
                 try:
-                    if evaluator.answers(args, kwargs):
+                    if evaluator.is_proven(args, kwargs):
                         return evaluator(args, kwargs)
                 except Exception as error:  # a NaN, or inputs that the model refuses in its own words
                     self._give_up(evaluator, error)
@@ -102,7 +102,7 @@ class FusedGraph(PreparedGraph):
 
     def _derive(self) -> FusedForward:
         found = self._engine_state.fused
-        if found is None or not found.watched.holds():  # the graph or a module changed
+        if found is None or not found.watched.is_unchanged():  # the graph or a module changed
             self._follow_changes()
             known = self._verdicts
             self._engine_state.fused = found = fused_forward(self, known)
@@ -203,10 +203,10 @@ class FusedGraph(PreparedGraph):
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._watched_by() is not None:
             return None
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if not takes(given, next(self.parameters()).device) or self._refusal(given, False) is not None:
+        if not supports_inputs(given, next(self.parameters()).device) or self._refusal(given, False) is not None:
             return None
         state, found = self._engine_state, self._engine_state.evaluator
-        holds = found is not None and found.state.holds()
+        holds = found is not None and found.state.is_unchanged()
         wasted = found is not None and not holds and found.reason in (None, UNSETTLED)
         state.rebuilt = state.rebuilt + 1 if wasted else 0
         if found is None or not holds or found.reason == UNSETTLED:

@@ -72,7 +72,7 @@ def answers(caller: str, run: Run, model: torch.nn.Module, batch: Batch) -> tupl
     return inputs, (expected, run(inputs), labels if isinstance(labels, Tensor) else None)
 
 
-def judge(pairs: list[Pair], float_convolutions: int = 0, classes: bool = True) -> Verification:
+def verdict_on(pairs: list[Pair], float_convolutions: int = 0, classes: bool = True) -> Verification:
     """Compare the outputs of all batches."""
     if not pairs:
         raise ValueError("verify_onnx: batches is empty; at least one batch is needed to compare anything")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
-from qat.analysis.table import float_results, said_of
+from qat.analysis.table import float_results, sentence_about
 from qat.contexts import in_full_precision
 from qat.export.checks import check_exportable, check_new_file, frozen_for, warn_of_hooks, why_not_exported
 from qat.export.onnx.formats import as_json, pack_weights, save, store_once, take_pixels, to_qonnx
@@ -104,7 +104,7 @@ def export_onnx(
     check_exportable(model, bits=TRAINED_BITS if format == "qonnx" else CONTAINER_BITS)
     warn_of_hooks(model)
     if found := float_results(model):
-        warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=2)
+        warnings.warn(f"export_onnx: {sentence_about(found)}", stacklevel=2)
     float_biases = any(vars(part)[PROFILE].float_biases for part in model.modules() if PROFILE in vars(part))
     proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases, format == "qonnx"), dynamic)
     if format == "qonnx":  # its runtimes compute in float: the changes for ONNX Runtime's kernels are not needed

@@ -80,6 +80,6 @@ class Snapshot:
         self.reads = [*reads]
         self._values = [read() for read in self.reads]
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return True if every call returns what it did."""
         return [read() for read in self.reads] == self._values

@@ -88,16 +88,16 @@ def unpacked(value: Packing, filled: Callable[[int], object], made: Callable[...
     return {k: unpacked(each, filled, made) for k, each in value.items()} if type(value) is dict else value
 
 
-def ways(value: Packing, way: Way = ()) -> Iterator[tuple[int, Way]]:
+def paths_to(value: Packing, way: Way = ()) -> Iterator[tuple[int, Way]]:
     """Yield the number of each slot, and the way to it."""
     if isinstance(value, Slot):
         yield value.number, way
     elif isinstance(value, Record):
         for name, each in value.values.items():
-            yield from ways(each, (*way, (name,)) if name else way)
+            yield from paths_to(each, (*way, (name,)) if name else way)
     elif isinstance(value, (list, tuple, dict)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from ways(each, (*way, key))
+            yield from paths_to(each, (*way, key))
 
 
 class Lifter:
@@ -161,11 +161,11 @@ class Lifter:
             standard = [None if default is inspect.Parameter.empty else default] * optional
             places[name] = self.graph.placeholder(stars.get(name, "") + name, None, *standard)
         for name, place in places.items():
-            if not any(True for _ in ways(packing.get(name))):
+            if not any(True for _ in paths_to(packing.get(name))):
                 self.graph.call_function(expect_default, (place, examples.get(name, defaults.get(name)), name))
         read = []
         for name, value in packing.items():
-            for number, way in ways(value):
+            for number, way in paths_to(value):
                 source = places[name]
                 for step in way:
                     by_name = isinstance(step, tuple)
@@ -329,7 +329,7 @@ class Lifter:
         mine.meta |= call.note
         packing = packed(pytree.tree_unflatten([Slot(i) for i in range(len(call.results))], call.packing), [])
         values: dict[int, fx.Node] = {}
-        for place, way in ways(packing):
+        for place, way in paths_to(packing):
             value = mine
             for step in way:
                 value = self.graph.call_function(operator.getitem, (value, step))

@@ -113,7 +113,7 @@ class _Freezer:
                 replacements[str(node.target)] = self.table(module)
             elif isinstance(module, QuantLayer):
                 # One module for each call: a shared layer has other integers on another grid.
-                grid = handed(node, "input_quantizer", values)
+                grid = argument_of(node, "input_quantizer", values)
                 if grid is None:
                     raise _no_grid(full, module)
                 layer = FrozenLayer(module, full, integers_of(node, module, values), grid, self.operations)
@@ -143,7 +143,7 @@ def replace_call(
     node.op, node.target, node.args, node.kwargs = "call_module", name, args, options
 
 
-def handed(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
+def argument_of(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
     """Return the module or value that a call is handed as a keyword argument, or None."""
     source = node.kwargs.get(key)
     return values[source] if isinstance(source, fx.Node) else source
@@ -152,8 +152,8 @@ def handed(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
 def integers_of(node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> IntegerWeight:
     """Return the integers of a layer for one call, with all that the call is handed."""
     weight: Any = None
-    bias: Any = handed(node, "bias", values)
+    bias: Any = argument_of(node, "bias", values)
     if isinstance(layer, QuantFunction):
         operands = [values[operand] if isinstance(operand, fx.Node) else operand for operand in node.args[1:]]
         weight, bias = operands[0], operands[1] if len(operands) > 1 else None
-    return layer.integers(handed(node, "input_quantizer", values), handed(node, "norm", values), weight, bias)
+    return layer.integers(argument_of(node, "input_quantizer", values), argument_of(node, "norm", values), weight, bias)

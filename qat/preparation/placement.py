@@ -80,7 +80,7 @@ class Placement:
             if spec.bits < bits and not isinstance(submodule_of(self.graph_module, reader), Quantizer)
         ]
 
-    def asks(self, reader: fx.Node, operand: fx.Node) -> bool:
+    def needs_grid(self, reader: fx.Node, operand: fx.Node) -> bool:
         """Return True if a consumer in the traced graph asks for a grid on this operand."""
         return reader in self.order and bool(self._demand(reader, operand))
 
@@ -252,7 +252,7 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
     graph_module, order = placement.graph_module, placement.order
     writers = set(placement.memory.seen_writers(node))
     changes = [order[writer] for writer in writers if order[writer] > order[node]]
-    asking = [order[reader] for reader, operand in readings(node, graph_module) if placement.asks(reader, operand)]
+    asking = [order[reader] for reader, x in readings(node, graph_module) if placement.needs_grid(reader, x)]
     first = min(asking, default=len(order))
     last = max([order[node], *(change for change in changes if change < first)])
     until = min([change for change in changes if change > last], default=len(order))

@@ -147,7 +147,7 @@ class PreparedGraph(Block, fx.GraphModule):
 
     def _follow_changes(self) -> bool:
         cls = type(self)
-        if cls._snapshot is not None and cls._snapshot.holds():
+        if cls._snapshot is not None and cls._snapshot.is_unchanged():
             return False
         known = set()
         if cls._snapshot is not None:

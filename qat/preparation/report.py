@@ -21,7 +21,7 @@ VERDICTS = "qat_self_checks"
 """Attribute of a traced part: its self-checks by state, the latest last."""
 
 
-def noted(model: nn.Module, key: str) -> dict[str, str]:
+def notes_of(model: nn.Module, key: str) -> dict[str, str]:
     """Return the notes under a key, of the model and all its parts, by full name."""
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():

@@ -85,7 +85,7 @@ def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     import_extensions(config.imports)
     build_recipe(config.quantization)  # refuses a wrong recipe before data are read or downloaded
     # A run that goes on needs no pretrained weights: they are in its folder. Only rank 0 sees that.
-    anew = ranks.from_first(not files.goes_on(config, dry))
+    anew = ranks.from_first(not files.continues(config, dry))
     with ranks.first_rank_first():
         data = load_data(config.data, config.seed, device, config.channels_last, config.task.kind)
         model = build_model(config.model, len(data.classes), with_weights=anew)

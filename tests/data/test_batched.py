@@ -118,7 +118,7 @@ def test_which_sets_are_transformed_in_batches(augment: dict[str, Any], batched:
     load_data(DataConfig(name="digits", augment=AugmentConfig(**augment)), 0, CPU, False)
     assert made == [BatchedImages if batched else TransformedImages, BatchedImages]
     wide = ImageArray(stored(), torch.zeros(64, dtype=torch.int64))
-    assert not BatchTransform.takes(
+    assert not BatchTransform.supports(
         wide.images, AugmentConfig(), Preprocessing(6, 7, PLAIN.mean, PLAIN.std)
     )  # to be resized
 

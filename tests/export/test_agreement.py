@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qat
 from qat.export import Differences, compare_layers, explain_differences
 from qat.export import exporter as exporter_module
-from qat.export.agreement import TOLERANCE, judge
+from qat.export.agreement import TOLERANCE, verdict_on
 from qat.quantizer import create_quantizer
 from qat.training.run.proof import prove
 from tests.export.test_export_layers import quantized
@@ -25,16 +25,16 @@ VALUES = torch.linspace(-1, 3, 200)
 @pytest.mark.parametrize("shape", [(200,), (200, 1), (2, 1, 10, 10), (100, 1, 2)])
 def test_values_are_equal_within_a_share_of_their_range(shape: tuple[int, ...]) -> None:
     ours = VALUES.reshape(shape)
-    assert judge([([ours], [ours + 0.99 * TOLERANCE * 4], None)]).agreement == 1.0
-    assert judge([([ours], [ours + 1.01 * TOLERANCE * 4], None)]).agreement == 0.0
+    assert verdict_on([([ours], [ours + 0.99 * TOLERANCE * 4], None)]).agreement == 1.0
+    assert verdict_on([([ours], [ours + 1.01 * TOLERANCE * 4], None)]).agreement == 0.0
     half = torch.where(torch.arange(200).reshape(shape) % 2 == 0, ours, -ours - 1)
-    assert judge([([ours], [half], None)]).agreement == pytest.approx(0.5, abs=0.02)
+    assert verdict_on([([ours], [half], None)]).agreement == pytest.approx(0.5, abs=0.02)
 
 
 def test_the_range_is_that_of_all_batches() -> None:
     """The values arrive one at a time, as from a model with a batch of one."""
     pairs = [([x.reshape(1, 1)], [x.reshape(1, 1) + 0.03], None) for x in VALUES]
-    assert judge(list(pairs)).agreement == 1.0 and judge(pairs[:3]).agreement == 0.0
+    assert verdict_on(list(pairs)).agreement == 1.0 and verdict_on(pairs[:3]).agreement == 0.0
 
 
 FIVES, LARGE = torch.full((4, 1), 5.0), torch.tensor([2**24, 2**24 + 1])
@@ -52,13 +52,13 @@ PAIRS = [
 
 @pytest.mark.parametrize(("ours", "theirs", "agreement"), PAIRS)
 def test_constants_integers_and_masks_have_to_be_the_same(ours: Tensor, theirs: Tensor, agreement: float) -> None:
-    assert judge([([ours], [theirs], None)]).agreement == agreement
+    assert verdict_on([([ours], [theirs], None)]).agreement == agreement
 
 
 def test_the_output_that_agrees_least_counts() -> None:
     """Many equal pixels do not hide a wrong class."""
     classes = torch.eye(4)
-    found = judge([([VALUES, classes], [VALUES, classes.flip(0)], None)])
+    found = verdict_on([([VALUES, classes], [VALUES, classes.flip(0)], None)])
     assert found.agreement == 0.0 and found.max_difference == 1.0
 
 
@@ -66,23 +66,23 @@ def test_the_output_that_agrees_least_counts() -> None:
 def test_a_value_that_is_not_finite_equals_nothing(bad: float) -> None:
     values, classes = VALUES.clone(), torch.eye(4)
     values[0] = classes[0, 0] = bad
-    assert judge([([values], [values], None)]).agreement == 199 / 200
-    found = judge([([classes], [classes], torch.arange(4))])
+    assert verdict_on([([values], [values], None)]).agreement == 199 / 200
+    found = verdict_on([([classes], [classes], torch.arange(4))])
     assert found.agreement == 0.75 and math.isnan(found.max_difference)
     assert found.onnx_top1 == (75.0 if math.isnan(bad) else 100.0)
-    assert judge([([torch.full((4,), bad)], [torch.full((4,), bad)], None)]).agreement == 0.0
+    assert verdict_on([([torch.full((4,), bad)], [torch.full((4,), bad)], None)]).agreement == 0.0
     for ours, theirs in ((classes, torch.eye(4)), (torch.eye(4), classes)):  # the largest value is at the same place
-        assert judge([([ours], [theirs], None)]).agreement == 0.75
+        assert verdict_on([([ours], [theirs], None)]).agreement == 0.75
 
 
 @pytest.mark.parametrize(("outputs", "batches"), [([], 1), ([torch.zeros(0, 10)], 2)])
 def test_nothing_to_compare_is_refused(outputs: list[Tensor], batches: int) -> None:
     with refused("verify_onnx: the model's outputs hold no values, so that nothing could be compared"):
-        judge([(outputs, outputs, None)] * batches)
+        verdict_on([(outputs, outputs, None)] * batches)
 
 
 def test_a_batch_without_detections_is_skipped() -> None:
-    found = judge([([x], [x], None) for x in (torch.zeros(0, 4), torch.eye(4))])
+    found = verdict_on([([x], [x], None) for x in (torch.zeros(0, 4), torch.eye(4))])
     assert (found.samples, found.agreement) == (4, 1.0)
 
 
@@ -92,14 +92,14 @@ def test_a_batch_without_detections_is_skipped() -> None:
     (torch.randn(4), torch.zeros(4)),
 ])  # fmt: skip
 def test_without_labels_of_classes_there_is_no_accuracy(output: Tensor, labels: Tensor) -> None:
-    found = judge([([output], [output], labels)])
+    found = verdict_on([([output], [output], labels)])
     assert found.torch_top1 is None and found.onnx_top1 is None
 
 
 def test_labels_of_pixels_count() -> None:
     logits = torch.eye(3).reshape(1, 3, 3, 1)
     labels = torch.tensor([0, 1, 0]).reshape(1, 3, 1)
-    assert judge([([logits], [logits], labels)]).torch_top1 == pytest.approx(200 / 3)
+    assert verdict_on([([logits], [logits], labels)]).torch_top1 == pytest.approx(200 / 3)
 
 
 torch.manual_seed(0)  # whatever was collected before: some weights hide what is wrong
@@ -191,7 +191,7 @@ def test_a_litert_file_of_another_scale_is_not_explained(engine: str, tmp_path: 
 def test_one_value_beyond_the_tolerance_makes_a_prediction_wrong() -> None:
     ours = torch.eye(4) * 3
     theirs = ours + torch.where(torch.arange(4) == 2, 1.01, 0.99)[:, None] * 3 * TOLERANCE
-    found = judge([([ours], [theirs], None)])
+    found = verdict_on([([ours], [theirs], None)])
     assert (found.agreement, found.close) == (1.0, 0.75)
 
 

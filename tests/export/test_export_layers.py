@@ -18,7 +18,7 @@ import qat
 from qat.export import compare_layers, optimized_operators
 from qat.export.onnx.graph import stored_arrays
 from qat.layers import QuantFunction, QuantLayer
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from qat.quantizer import Quantizer
 from tests.references.prepared_case import Plain, activation_quantizers, draw
 
@@ -207,7 +207,7 @@ def test_layers_without_a_twin_stay_in_float(layer: nn.Module, x: Tensor, tmp_pa
 
     for example in (None, x):
         model = qat.prepare(Plain(forward, own=layer, head=nn.Linear(16, 3)), example_inputs=example)
-        assert noted(model, LEFT_IN_FLOAT)["own"] == f"{type(layer).__name__} has no quantized twin"
+        assert notes_of(model, LEFT_IN_FLOAT)["own"] == f"{type(layer).__name__} has no quantized twin"
         qat.calibrate(model, [x])
         model.train()(x).sum().backward()
         assert all(parameter.grad is not None for parameter in model.get_submodule("own").parameters())

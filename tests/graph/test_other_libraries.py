@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from tests.references.prepared_case import Plain, assert_computes_as, calls, draw, prepared_alike
 
 
 def reason(model: nn.Module) -> str | None:
-    return noted(model, LEFT_IN_FLOAT).get("(the model)")
+    return notes_of(model, LEFT_IN_FLOAT).get("(the model)")
 
 
 class Base(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import qat
 from benchmarks.work import integer_work
 from qat.layers import QuantLayer
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from tests.references import prepared_case as checks
 from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, prepared_whole
 
@@ -63,7 +63,7 @@ def test_multi_head_attention_computes_as_torchs(case: str) -> None:
     forward, options, x = MULTI_HEAD[case]
     net = Plain(forward, a=attention(**options)).eval()
     model = prepared_alike(net, x)
-    assert noted(model, LEFT_IN_FLOAT) == {}
+    assert notes_of(model, LEFT_IN_FLOAT) == {}
     checks.assert_takes_float_state(model, net.state_dict())
 
 
@@ -168,7 +168,7 @@ def test_the_prepared_encoder_computes_as_torchs(norm_first: bool, padded: bool)
     net = text_classifier(norm_first, padded)
     model = prepared_alike(net, sentences())
     norms = {f"encoder.layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)}
-    assert noted(model, LEFT_IN_FLOAT).keys() <= {"position", *norms}
+    assert notes_of(model, LEFT_IN_FLOAT).keys() <= {"position", *norms}
     assert_computes_as(net, model, sentences(7, seed=1))  # another batch
     checks.assert_takes_float_state(model, net.state_dict())
 
@@ -198,7 +198,7 @@ def test_the_ways_that_torchs_encoder_takes_by_itself_are_traced_too(way: str) -
 
     x = draw(4, SENTENCE, WIDTH)
     model = prepared_alike(Plain(forward, encoder=encoder).eval(), x)
-    assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
+    assert "(the model)" not in notes_of(model, LEFT_IN_FLOAT)
     assert integer_work(model, x).share == 1.0
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qat
 from qat.graph.randomness import python_state
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, without_quantizers
 
 
@@ -49,7 +49,7 @@ def with_hook(x: Tensor) -> Tensor:
 
 
 def in_parts(model: nn.Module) -> str:
-    return noted(model, LEFT_IN_FLOAT).get("(the model)", "")
+    return notes_of(model, LEFT_IN_FLOAT).get("(the model)", "")
 
 
 def net_with(function: Callable[[Tensor], Tensor]) -> nn.Module:

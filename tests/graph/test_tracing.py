@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.preparation.parts import prepared_parts
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from tests.references import prepared_case as checks
 from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, refused, without_quantizers
 
@@ -182,7 +182,7 @@ def test_wrapped_functions_are_taken_apart() -> None:
 
     model = prepared_alike(Plain(forward, a=linear(4), b=linear(4)).eval(), draw(4, 8))
     # One grid passes the split: the function's operations are part of the graph.
-    assert len(checks.activation_quantizers(model)) == 1 and noted(model, LEFT_IN_FLOAT) == {}
+    assert len(checks.activation_quantizers(model)) == 1 and notes_of(model, LEFT_IN_FLOAT) == {}
 
 
 def test_constants_follow_the_model_and_are_no_state() -> None:
@@ -200,7 +200,7 @@ def test_constants_follow_the_model_and_are_no_state() -> None:
 def test_without_example_inputs_layers_are_quantized_one_by_one() -> None:
     net, x = Plain(lambda self, x: self.b(self.a(x).relu()) / len(x), a=linear(), b=linear()), draw(3, 8)
     model = qat.prepare(net)
-    assert noted(model, LEFT_IN_FLOAT)["(the model)"] == (
+    assert notes_of(model, LEFT_IN_FLOAT)["(the model)"] == (
         "prepared in parts, since there are no example_inputs, with which the model would be one graph"
     )
     assert checks.activation_quantizers(model) == ["a.input_quantizer", "b.input_quantizer"]

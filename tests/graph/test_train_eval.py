@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth, stochastic_depth
 
 import qat
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from tests.references import prepared_case as checks
 from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, without_quantizers
 
@@ -42,7 +42,7 @@ def test_auxiliary_heads_run_in_training_only(case: str) -> None:
     passing = without_quantizers(model)
     assert type(passing.train()(x)) is in_training and isinstance(passing.eval()(x), in_evaluation)
     checks.assert_takes_float_state(model, net.state_dict())
-    assert "aux.0_quantizer" in checks.activation_quantizers(model) and noted(model, LEFT_IN_FLOAT) == {}
+    assert "aux.0_quantizer" in checks.activation_quantizers(model) and notes_of(model, LEFT_IN_FLOAT) == {}
 
 
 def draw_paths(self: Any, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_what_depends_on_the_mode_is_decided_at_every_call(case: str) -> None:
     for start in (net.eval(), net.train()):
         model = prepared_alike(start, x)
         assert model.training is start.training
-    assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
+    assert "(the model)" not in notes_of(model, LEFT_IN_FLOAT)
     if case != "always dropout":
         checks.assert_close_to_float(net, model, x)
 
@@ -175,7 +175,7 @@ def test_statistics_move_in_training_only_and_as_the_float_models_do(case: str) 
 def test_one_norm_for_two_tensors_by_mode_needs_parts_and_says_so() -> None:
     net = Plain(norm_of_something_else, **linears(c=nn.BatchNorm1d(8)))
     model = qat.prepare(net, example_inputs=draw(6, 8))
-    assert noted(model, LEFT_IN_FLOAT)["(the model)"] == (
+    assert notes_of(model, LEFT_IN_FLOAT)["(the model)"] == (
         "prepared in parts, since Plain applies c to something else in evaluation than in training, and one graph for"
         " both would update its statistics with both"
     )

@@ -133,10 +133,10 @@ def tables_of_operations(fewest: int = 10) -> list[str]:
 
 
 def guards() -> list[str]:
-    """The classes that say if a model is what it was, by a `holds` of their own."""
+    """The classes that say if a model is what it was, by an `is_unchanged` of their own."""
     parsed = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
     classes = [node for tree in parsed for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return [each.name for each in classes if "holds" in {getattr(node, "name", "") for node in each.body}]
+    return [each.name for each in classes if "is_unchanged" in {getattr(node, "name", "") for node in each.body}]
 
 
 def lines(top: Path) -> int:

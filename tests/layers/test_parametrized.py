@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import qat
 from qat.layers import QuantConv2d, QuantLayer, QuantLinear
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from qat.quantizer import Quantizer
 from tests.references import prepared_case as checks
 from tests.references.prepared_case import Plain, draw, prepared_alike, prepared_near
@@ -117,5 +117,5 @@ def test_subclasses_are_quantized_as_what_they_compute() -> None:
     assert isinstance(model.get_submodule("0"), QuantLinear)
     # The tracer enters the second layer: the function that reads its weight is quantized.
     assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 2
-    assert noted(model, LEFT_IN_FLOAT) == {}
+    assert notes_of(model, LEFT_IN_FLOAT) == {}
     assert checks.activation_quantizers(model) == ["input_quantizer", "0_quantizer"]

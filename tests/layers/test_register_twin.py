@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.layers import QuantLayer, QuantLinear, QuantMultiheadAttention, register_twin
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from qat.spec import QuantSpec
 from tests.references.prepared_case import Plain, draw
 from tests.references.rule_specs import plain
@@ -71,7 +71,7 @@ def test_prepare_swaps_it_and_summary_lists_it() -> None:
     twin = prepared.get_submodule("2")
     assert type(twin) is QuantScaledLinear and twin.float_type is ScaledLinear
     assert twin.gain.item() == 0.25
-    assert noted(prepared, LEFT_IN_FLOAT) == {}
+    assert notes_of(prepared, LEFT_IN_FLOAT) == {}
     assert "QuantScaledLinear" in qat.summary(prepared)
     assert prepared.load_state_dict(model.state_dict(), strict=False).unexpected_keys == []
 
@@ -108,7 +108,7 @@ def test_a_recipe_speaks_of_it_by_name_and_by_class() -> None:
     four_bits = qat.QuantRecipe(overrides={ScaledLinear: {"weight": {"bits": 4}}})
     assert calibrated(float_model(), four_bits).get_submodule("2").weight_quantizer.spec.bits == 4
     skipping = calibrated(float_model(), qat.QuantRecipe(overrides={"2": {"skip": True}}))
-    assert noted(skipping, LEFT_IN_FLOAT) == {"2": "skipped by the recipe's pattern '2'"}
+    assert notes_of(skipping, LEFT_IN_FLOAT) == {"2": "skipped by the recipe's pattern '2'"}
 
 
 def test_it_is_a_layer_of_a_model_that_cannot_be_traced() -> None:

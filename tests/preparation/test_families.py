@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 import qat
 from benchmarks.work import integer_work
 from benchmarks.zoo_models import Case, build
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from qat.quantizer import Quantizer
 from tests.references.prepared_case import activation_quantizers, assert_takes_float_state, without_quantizers
 
@@ -51,7 +51,7 @@ def test_a_family_trains_and_evaluates_on_integers(name: str) -> None:
         assert min(correlation(a, b) for a, b in zip(outputs(model, case), expected, strict=True)) > 0.99
 
     work = integer_work(model, case.inputs)
-    assert work.share >= 0.99, (work.share, work.in_float, noted(model, LEFT_IN_FLOAT))
+    assert work.share >= 0.99, (work.share, work.in_float, notes_of(model, LEFT_IN_FLOAT))
 
     found_gradients = gradients(model, case)
     learned = {

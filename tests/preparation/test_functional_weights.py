@@ -12,7 +12,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import qat
 from qat.layers import QuantEmbedding, QuantFunction, QuantLayer, QuantLinear
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from tests.references import prepared_case as checks
 from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, prepared_whole
 
@@ -107,7 +107,7 @@ MIXED = Plain(mixed, kernel=parameter(2, 3, 7, 7), w=parameter(16, 8), l=nn.Line
 ])  # fmt: skip
 def test_patterns_skip_reads_by_name_and_kind(pattern: str, quantized: set[str], left: set[str]) -> None:
     model = qat.prepare(MIXED, qat.QuantRecipe(overrides={pattern: {"skip": True}}), example_inputs=IMAGE)
-    reasons = noted(model, LEFT_IN_FLOAT)
+    reasons = notes_of(model, LEFT_IN_FLOAT)
     assert set(quantized_layers(model)) == quantized and set(reasons) == left
     skipped = {name for name, reason in reasons.items() if reason == f"skipped by the recipe's pattern {pattern!r}"}
     assert skipped == {"conv2d", "linear", "l"} - quantized
@@ -126,12 +126,12 @@ def test_patterns_choose_the_grids_of_reads() -> None:
 def test_functions_without_a_twin_are_named() -> None:
     parts = {"w": parameter(3, 4, 3, 3), "c": nn.Conv2d(4, 4, 3)}
     model = prepared_alike(Plain(lambda self, x: self.c(F.conv_transpose2d(x, self.w)), **parts).eval(), IMAGE)
-    assert noted(model, LEFT_IN_FLOAT) == {
+    assert notes_of(model, LEFT_IN_FLOAT) == {
         "conv_transpose2d": "conv_transpose2d of these operands has no quantized twin",
         "w": "conv_transpose2d reads it as a plain tensor",
     }
     bags = Plain(lambda self, x: self.c(F.embedding_bag(x, self.w)), w=parameter(11, 4), c=nn.Linear(4, 3))
-    found = noted(qat.prepare(bags, example_inputs=torch.arange(10).view(2, 5)), LEFT_IN_FLOAT)
+    found = notes_of(qat.prepare(bags, example_inputs=torch.arange(10).view(2, 5)), LEFT_IN_FLOAT)
     assert found == {"embedding_bag": "embedding_bag of these operands has no quantized twin"}
 
 
@@ -221,4 +221,4 @@ def twice(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("forward", "norm"), [(bulk, Softer), (twice, NormAct)])
 def test_a_norm_that_no_module_computes_stays_in_parts(forward: Any, norm: type[NormAct]) -> None:
     model = prepared_alike(Plain(forward, **convs(n=norm(4, nn.ReLU()))).eval(), IMAGES)
-    assert "in evaluation only" in noted(model, LEFT_IN_FLOAT)["(the model)"]
+    assert "in evaluation only" in notes_of(model, LEFT_IN_FLOAT)["(the model)"]

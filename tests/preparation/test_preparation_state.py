@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.layers import QuantLayer
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from qat.quantizer import Quantizer
 from tests.references.prepared_case import Net, Plain, assert_takes_float_state, draw, prepared_alike, refused
 
@@ -109,7 +109,7 @@ def test_copies_pickles_and_strict_loading_change_nothing(case: str) -> None:
     for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False), fresh):
         assert torch.equal(twin(x), expected)
         assert list(twin.state_dict()) == list(model.state_dict())
-        assert noted(twin, LEFT_IN_FLOAT) == noted(model, LEFT_IN_FLOAT)
+        assert notes_of(twin, LEFT_IN_FLOAT) == notes_of(model, LEFT_IN_FLOAT)
         for name, found in trained_gradients(twin, x).items():
             torch.testing.assert_close(found, gradients[name], msg=name)
 
@@ -169,7 +169,7 @@ def test_hooks_act_in_the_prepared_model_too(name: str, watched: str) -> None:
         module.register_forward_pre_hook(lambda module, inputs: (3 * inputs[0],))
     model = prepared_alike(net, draw(4, 8))
     left = {"first": "it carries forward hooks, which the twin would lose"} if name == "first" else {}
-    assert noted(model, LEFT_IN_FLOAT) == left or not name  # hooked itself, a model is prepared in parts
+    assert notes_of(model, LEFT_IN_FLOAT) == left or not name  # hooked itself, a model is prepared in parts
     assert any(isinstance(module, QuantLayer) for module in model.modules())
 
 

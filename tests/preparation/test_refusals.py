@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import qat
 from qat.layers import QuantLayer
 from qat.preparation.parts import prepared_parts
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from qat.quantizer import Quantizer
 from tests.references import prepared_case as checks
 from tests.references.prepared_case import Plain, assert_computes_as, draw, prepared_alike, refused
@@ -193,7 +193,7 @@ def test_the_largest_parts_that_can_be_traced_are() -> None:
     model = qat.prepare(net, example_inputs=(IMAGES,))
     assert list(prepared_parts(model)) == ["body", "heads.box"]
     assert all(isinstance(part, fx.GraphModule) for part in prepared_parts(model).values())
-    assert noted(model, LEFT_IN_FLOAT) == {
+    assert notes_of(model, LEFT_IN_FLOAT) == {
         "(the model)": "prepared in parts, since Detector cannot be captured: the way through it depends on the values"
         f" of a tensor (test_refusals.py, line {Detector.forward.__code__.co_firstlineno + 2}); torch.where(condition,"
         " a, b) takes both ways",
@@ -253,7 +253,7 @@ def test_names_in_a_recipe_are_those_of_the_whole_model() -> None:
         "score": {"weight": {"bits": 3}, "activation": {"bits": 5}},
     }
     model = qat.prepare(Detector(), qat.QuantRecipe(overrides=overrides), example_inputs=(IMAGES,))
-    assert noted(model, LEFT_IN_FLOAT)["body.3"] == "skipped by the recipe's pattern 'body.3'"
+    assert notes_of(model, LEFT_IN_FLOAT)["body.3"] == "skipped by the recipe's pattern 'body.3'"
     box = model.get_submodule("heads.box")
     assert box.get_submodule("1").weight_quantizer.spec.bits == 4 and box.input_quantizer.spec.bits == 6
     assert model.score.weight_quantizer.spec.bits == 3 and model.score.input_quantizer.spec.bits == 5

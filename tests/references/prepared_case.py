@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import qat
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, notes_of
 from qat.quantizer import Quantizer
 
 
@@ -155,7 +155,7 @@ def prepared_near(net: nn.Module, x: Any, recipe: qat.QuantRecipe | None = None)
 def prepared_whole(net: nn.Module, x: Any, left: Mapping[str, str] | None = None) -> Any:
     """The prepared model, in one graph with nothing else left in float, which computes as the float one, near it."""
     model = prepared_near(net, x)
-    assert noted(model, LEFT_IN_FLOAT) == (left or {})
+    assert notes_of(model, LEFT_IN_FLOAT) == (left or {})
     return model
 
 

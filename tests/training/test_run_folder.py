@@ -16,7 +16,7 @@ import pytest
 from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
 from qat.training.run import folder as run_folder
-from qat.training.run.folder import LOCK, RunFolder, RunLock, check_folder, goes_on, open_run_folder, write_text
+from qat.training.run.folder import LOCK, RunFolder, RunLock, check_folder, continues, open_run_folder, write_text
 from tests.runs.tiny_training import Logged, Patch, user_error
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -34,7 +34,7 @@ def make(*files: str) -> None:
 
 def refusal(config: RunConfig) -> str:
     before = {path: path.is_file() and path.read_text() for path in Path().rglob("*")}
-    said = user_error(lambda: [goes_on(config), open_run_folder(config)])
+    said = user_error(lambda: [continues(config), open_run_folder(config)])
     assert {path: path.is_file() and path.read_text() for path in Path().rglob("*")} == before
     return said
 
@@ -149,7 +149,7 @@ def test_refused_folders(config: dict[str, str], sentence: str) -> None:
     make("mine/last.pt", "other/notes.txt", "file", "runs")
     assert refusal(RunConfig(**config)).startswith(sentence)
     if "is not empty; " in sentence or "plain name" in sentence:  # it is said before data are read and a model is built
-        assert user_error(goes_on, RunConfig(**config)).startswith(sentence)
+        assert user_error(continues, RunConfig(**config)).startswith(sentence)
 
 
 HOLDER = """

@@ -21,7 +21,7 @@ from qat.graph.in_place import Memory, drop_unread
 from qat.graph.nodes import FACTS, constant_values, given_by_name, is_call, submodule_of
 from qat.graph.operations import AVERAGING, DROPOUTS, JOINING, NONLINEAR, by_name, calls_of
 from qat.integers.evaluation import call_names
-from qat.integers.freezing import handed, integers_of
+from qat.integers.freezing import argument_of, integers_of
 from qat.integers.movement import asks_for_shape, window
 from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.layers import QuantEmbedding, QuantLayer
@@ -104,7 +104,7 @@ class Writer:
         layer = submodule_of(self.model, node)
         if not isinstance(layer, QuantLayer) or isinstance(layer, QuantEmbedding) or geometry_of(layer) is None:
             return False
-        quantizer, grid = handed(node, "input_quantizer", self.values), self._grid(node.args[0])
+        quantizer, grid = argument_of(node, "input_quantizer", self.values), self._grid(node.args[0])
         if grid is None or submodule_of(self.model, grid) is not quantizer or not layer.weight_quantizer.has_integers:
             return False
         return layer.input_quantizer in (None, quantizer) and all(x in self.values for x in node.all_input_nodes[1:])

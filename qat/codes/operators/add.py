@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.codes.operators.codes import Codes, Context, PreQuantizer, first_derivative, outputs
-from qat.codes.operators.grid import clipped_slopes, codes_of, grid_of, learned_by, learned_gradient
+from qat.codes.operators.grid import clipped_slopes, codes_of, grid_in_force, learned_by, learned_gradient
 from qat.codes.operators.norm import before_chain
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import _dequantize, decode, holds_nan, with_scale_gradient
@@ -23,7 +23,7 @@ def _add_quantize(
     levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     z = _dequantize(a, a_qparams).add_(_dequantize(b, b_qparams)).clamp_(*clip)
-    return codes_of(z, grid_of(grid, levels), a)
+    return codes_of(z, grid_in_force(grid, levels), a)
 
 
 def _add_quantize_backward(
@@ -31,7 +31,7 @@ def _add_quantize_backward(
     levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     z = _dequantize(a, a_qparams).add_(_dequantize(b, b_qparams))
-    passes, slope = clipped_slopes(z, clip, grid_of(grid, levels))
+    passes, slope = clipped_slopes(z, clip, grid_in_force(grid, levels))
     total = (grad * slope).sum()
     grad_sum = in_layout_of(torch.where(passes, grad, 0), a)
     return grad_sum, learned_gradient(total, grid, levels)

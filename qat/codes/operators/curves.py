@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.codes.operators.codes import Codes, Context, PreQuantizer, first_derivative, outputs
-from qat.codes.operators.grid import codes_of, grid_of, learned_by, learned_gradient, slopes_on
+from qat.codes.operators.grid import codes_of, grid_in_force, learned_by, learned_gradient, slopes_on
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import decode, holds_nan
 from qat.codes.training.activations import PLAIN_CURVES
@@ -59,7 +59,7 @@ CURVES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 def _curve_quantize(x: Tensor, curve: str, grid: GridTensors, levels: list[float]) -> tuple[Tensor, Tensor]:
     value, _ = CURVES[curve](x)
-    return codes_of(value, grid_of(grid, levels), x)
+    return codes_of(value, grid_in_force(grid, levels), x)
 
 
 def _curve_quantize_backward(
@@ -67,7 +67,7 @@ def _curve_quantize_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx = grad * curve'(x) inside the grid;  dscale = factor * sum(grad * slope)."""
     value, rise = CURVES[curve](x)
-    inside, slope = slopes_on(value, grid_of(grid, levels))
+    inside, slope = slopes_on(value, grid_in_force(grid, levels))
     grad_x = in_layout_of(torch.where(inside, grad * rise, 0.0), x)
     return grad_x, learned_gradient((grad * slope).sum(), grid, levels)
 
@@ -76,7 +76,7 @@ def _softmax_quantize(
     x: Tensor, multiplier: float, grid: GridTensors, levels: list[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     probabilities = torch.softmax(x * multiplier, -1)
-    codes, qparams = codes_of(probabilities, grid_of(grid, levels), x)
+    codes, qparams = codes_of(probabilities, grid_in_force(grid, levels), x)
     return probabilities, codes, qparams
 
 
@@ -88,7 +88,7 @@ def _softmax_quantize_backward(
     dx = multiplier * p * (passed - sum(passed * p));  dscale = factor * sum(grad * slope)
     """
     p = probabilities
-    inside, slope = slopes_on(p, grid_of(grid, levels))
+    inside, slope = slopes_on(p, grid_in_force(grid, levels))
     passed = torch.where(inside, grad, 0.0)
     grad_x = (passed - (passed * p).sum(-1, keepdim=True)) * p * multiplier
     return grad_x, learned_gradient((grad * slope).sum(), grid, levels)

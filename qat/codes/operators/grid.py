@@ -113,7 +113,7 @@ def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
     return torch.where(scale >= smallest, scale, smallest).clamp(max=LARGEST_SCALE)
 
 
-def grid_of(grid: GridTensors, levels: Sequence[float]) -> TensorGrid:
+def grid_in_force(grid: GridTensors, levels: Sequence[float]) -> TensorGrid:
     """Return the grid of a quantizer, from its tensors (one number each) and `Levels`."""
     (scale, smallest), zero_point, (low, high, shift, *_) = scales_of(grid), grid[2], levels
     step = step_in_force(scale.reshape(()), smallest.reshape(()))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.codes.operators.codes import Codes, Context, PreQuantizer, first_derivative, outputs
-from qat.codes.operators.grid import clipped_slopes, codes_of, grid_of, learned_by, learned_gradient
+from qat.codes.operators.grid import clipped_slopes, codes_of, grid_in_force, learned_by, learned_gradient
 from qat.codes.operators.operator import operator
 from qat.codes.operators.quantize import decode, holds_nan, quantize
 from qat.codes.operators.values import norm_values, sum_values
@@ -51,7 +51,7 @@ def _norm_quantize(
     # C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
     alpha, offset = _linear_form(y, *norm)
     z = torch.addcmul(offset, y, alpha).clamp_(*clip)
-    return codes_of(z, grid_of(grid, levels), y)
+    return codes_of(z, grid_in_force(grid, levels), y)
 
 
 def _norm_quantize_backward(
@@ -68,7 +68,7 @@ def _norm_quantize_backward(
     axes = _others(y)
     _, _, mean, inverse = norm
     alpha, offset = _linear_form(y, *norm)
-    passes, slope = clipped_slopes(torch.addcmul(offset, y, alpha), clip, grid_of(grid, levels))
+    passes, slope = clipped_slopes(torch.addcmul(offset, y, alpha), clip, grid_in_force(grid, levels))
     total = (grad * slope).sum()
     masked = torch.where(passes, grad, 0.0)
     centred = y - _along(mean, y)

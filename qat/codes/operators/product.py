@@ -18,7 +18,7 @@ from qat.codes.operators.codes import Codes, Context, detached_view, first_deriv
 from qat.codes.operators.geometry import LINEAR, Geometry, to_layout
 from qat.codes.operators.grid import (
     Learned,
-    grid_of,
+    grid_in_force,
     learned_by,
     learned_gradient,
     mode_refusal,
@@ -91,7 +91,7 @@ def _input_scale_gradient(
     grad: Tensor, x: Tensor, grid: GridTensors, levels: list[float], weight: Tensor, weight_grid: GridTensors,
     weight_levels: list[float], geometry: list[int],
 ) -> Tensor:  # fmt: skip
-    _, slope = slopes_on(x, grid_of(grid, levels))
+    _, slope = slopes_on(x, grid_in_force(grid, levels))
     values, _ = _weight_on_grid(weight, weight_grid, weight_levels)
     return learned_gradient((grad * Geometry.unpacked(geometry).multiply(slope, values, None)).sum(), grid, levels)
 

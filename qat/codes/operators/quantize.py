@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.codes.operators.codes import Codes, Context, UnquantizedInput, carrier_for, first_derivative, outputs
-from qat.codes.operators.grid import Learned, codes_of, grid_of, learned_by, learned_gradient, slopes_on
+from qat.codes.operators.grid import Learned, codes_of, grid_in_force, learned_by, learned_gradient, slopes_on
 from qat.codes.operators.operator import operator
 from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at
 from qat.kernels.cpu.quantizers import (
@@ -26,14 +26,14 @@ from qat.quantizer import Quantizer
 
 
 def _quantize_codes(x: Tensor, grid: GridTensors, levels: list[float]) -> tuple[Tensor, Tensor]:
-    return codes_of(x, grid_of(grid, levels), torch.empty_like(x, memory_format=_layout(x)))
+    return codes_of(x, grid_in_force(grid, levels), torch.empty_like(x, memory_format=_layout(x)))
 
 
 def _quantize_codes_backward(
     grad: Tensor, x: Tensor, grid: GridTensors, levels: list[float], needs_x: bool
 ) -> tuple[Tensor, Tensor]:
     """dx = grad inside;  dscale = factor * sum(grad * slope)."""
-    inside, slope = slopes_on(x, grid_of(grid, levels))
+    inside, slope = slopes_on(x, grid_in_force(grid, levels))
     total = (grad * slope).sum()
     grad_x = in_layout_of(torch.where(inside, grad, 0), x) if needs_x else x.new_empty(0)
     return grad_x, learned_gradient(total, grid, levels)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qat.contexts import evaluating, in_full_precision
-from qat.export.agreement import Follow, Verification, answers, judge
+from qat.export.agreement import Follow, Verification, answers, verdict_on
 from qat.export.checks import check_finite
 from qat.export.litert.file import HIGHEST, LOWEST, Array, ReadFile
 from qat.export.litert.values import layout
@@ -135,7 +135,7 @@ def verify_litert(
     given, run = as_batches(verify_litert, model, batches), TorchFile(Path(path).read_bytes(), engine)
     check_finite(model, "verify_litert")
     with evaluating(model), torch.no_grad():
-        return judge([answers("verify_litert", run, model, batch)[1] for batch in given], classes=classes)
+        return verdict_on([answers("verify_litert", run, model, batch)[1] for batch in given], classes=classes)
 
 
 @in_full_precision

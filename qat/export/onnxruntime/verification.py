@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating, in_full_precision
-from qat.export.agreement import MIN_AGREEMENT, Verification, answers, close_predictions, judge, output_tensors
+from qat.export.agreement import MIN_AGREEMENT, Verification, answers, close_predictions, output_tensors, verdict_on
 from qat.export.checks import check_finite
 from qat.export.onnxruntime.session import open_session, run_session
 from qat.inputs import Batch, Inputs, as_batches, call_model, check_model, described, does_not_run, run_batch
@@ -61,7 +61,7 @@ def verify_onnx(
     with evaluating(model), torch.no_grad():
         pairs = [answers("verify_onnx", run, model, batch)[1] for batch in given]
     operators = optimized_operators(path, exact=not default_session)
-    return judge(pairs, sum(operators[name] for name in FLOAT_CONVOLUTIONS), classes)
+    return verdict_on(pairs, sum(operators[name] for name in FLOAT_CONVOLUTIONS), classes)
 
 
 @in_full_precision

@@ -102,7 +102,7 @@ def training_view(images: Images, config: DataConfig, plain: Preprocessing, devi
 def plain_view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
     """Return the images of a split where they are, in batches if possible."""
     alone = images.kind == "labels"
-    if isinstance(images, ImageArray) and alone and BatchTransform.takes(images.images, augment, plain):
+    if isinstance(images, ImageArray) and alone and BatchTransform.supports(images.images, augment, plain):
         return BatchedImages(images, BatchTransform(augment, plain))
     moved = BoxedTransform if images.kind == "boxes" else MaskedTransform
     transform = partial(labelled, train_transform(augment, plain)) if alone else moved(augment, plain)

@@ -183,7 +183,7 @@ class BatchTransform:
         self.normalise = ToInput(plain.mean, plain.std)
 
     @staticmethod
-    def takes(images: Tensor, augment: AugmentConfig, plain: Preprocessing) -> bool:
+    def supports(images: Tensor, augment: AugmentConfig, plain: Preprocessing) -> bool:
         """Return True if these images, (N, C, H, W), can be transformed in batches."""
         return min(images.shape[2:]) == plain.resize_size and not any(getattr(augment, name) for name in ONE_BY_ONE)
 

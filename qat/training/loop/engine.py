@@ -21,7 +21,7 @@ from qat.training.errors import UserError
 from qat.training.loop.aids import Aids
 from qat.training.loop.evaluation import Evaluation, evaluate, settle_statistics, to_device
 from qat.training.loop.forward import EvaluationGraph, Forward, autocast, averaged, faster_way, switches
-from qat.training.loop.metrics import Meter, Pace, Watch, arriving, log_epoch, log_window, looking
+from qat.training.loop.metrics import Meter, Pace, Watch, log_epoch, log_window, looking, timed
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import Batch, StageRun, rate_key, without_effect
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
@@ -195,7 +195,7 @@ class Training:
             if run.stage.freeze_scales_epoch is not None and any(isinstance(m, Quantizer) for m in run.model.modules()):
                 freeze_scales(run.model, epoch >= run.stage.freeze_scales_epoch)
         # Graphs, compiled code and DistributedDataParallel do not follow a change.
-        if self.recorded_for is None or not self.recorded_for.holds():
+        if self.recorded_for is None or not self.recorded_for.is_unchanged():
             self.model, self.forward, self.recorded_for = self.aids.student, None, switches(run.model)
             self.evaluation = EvaluationGraph(run.model) if run.in_graphs else None
         if not self.done:
@@ -203,7 +203,7 @@ class Training:
             self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
         steps, count = run.steps_per_epoch, rank_count()
         with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
-            groups = grouped(arriving(bar, lambda: self.window), run.stage.accumulate)
+            groups = grouped(timed(bar, lambda: self.window), run.stage.accumulate)
             for number, batches in enumerate(groups, self.done + 1):
                 group = [self.on_device(batch) for batch in batches]
                 if run.mixing is not None:

@@ -81,7 +81,7 @@ class Meter:
             setattr(self, key, getattr(self, key) + getattr(other, key))
 
 
-def arriving(batches: Iterable[Batch], window: Callable[[], Meter]) -> Iterator[Batch]:
+def timed(batches: Iterable[Batch], window: Callable[[], Meter]) -> Iterator[Batch]:
     """Yield the batches, and add the time that each was waited for to the meter."""
     waiting = iter(batches)
     while True:

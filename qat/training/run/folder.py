@@ -178,7 +178,7 @@ def open_run_folder(config: RunConfig) -> RunFolder:
         raise UserError(f"run_dir: '{path}': cannot use it ({error.strerror}); choose another") from error
 
 
-def goes_on(config: RunConfig, dry: bool = False) -> bool:
+def continues(config: RunConfig, dry: bool = False) -> bool:
     """Return True if a run with this config has a last.pt to go on from; refuse a folder that it cannot have."""
     if config.run_dir is None and (config.name in ("", "..") or Path(config.name).name != config.name):
         raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
