@@ -8,9 +8,10 @@ from qat.export.litert.engines import compare_litert_layers, verify_litert
 from qat.export.litert.exporter import export_litert
 from qat.export.onnx.saturation import Saturation, find_saturation
 from qat.export.onnxruntime.verification import compare_layers, optimized_operators, verify_onnx
-from qat.export.steps import IntegerGrid, IntegerStep, integer_program
+from qat.export.steps import IntegerStep, integer_program
 from qat.export.ties import Differences, explain_differences
 from qat.integers.following import LayerDifference
+from qat.integers.frozen import IntegerGrid
 
 __all__ = [
     "Differences",

@@ -152,8 +152,7 @@ class ExportedQuantizer(nn.Module):
 
     def __init__(self, quantizer: FrozenQuantizer) -> None:
         super().__init__()
-        scale, *integers = quantizer.grid()
-        self.numbers = (scale, *map(int, integers), quantizer.zero_point.dtype)
+        self.numbers = (*quantizer.grid(), quantizer.zero_point.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Round x to the grid."""

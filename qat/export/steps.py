@@ -15,7 +15,7 @@ from qat.graph.nodes import submodule_of
 from qat.graph.operations import AVERAGING, JOINING, PRODUCTS, Calls
 from qat.inputs import expect_model
 from qat.integers.evaluation import evaluation_copy
-from qat.integers.frozen import TRAINED_BITS, FrozenLayer, FrozenParameter, FrozenQuantizer
+from qat.integers.frozen import TRAINED_BITS, FrozenLayer, FrozenParameter, FrozenQuantizer, IntegerGrid
 from qat.integers.movement import asks_for_shape
 from qat.preparation.operations import is_relu, operation_of, passes_grid
 from qat.preparation.refusals import wrapped
@@ -24,20 +24,6 @@ from qat.targets.profile import Operation, TieRule
 from qat.torch_internals import pytree
 
 LINEAR: dict[Operation, Calls] = {**JOINING, **AVERAGING, "matmul": PRODUCTS}
-
-
-class IntegerGrid(NamedTuple):
-    """Integers qmin .. qmax, of which q stands for (q - zero_point) * scale."""
-
-    scale: float
-    zero_point: int
-    qmin: int
-    qmax: int
-
-    def code(self, value: float) -> int:
-        """Return the integer of a value, which may be infinite."""
-        code = np.rint(np.float32(value) / np.float32(self.scale)) + self.zero_point
-        return int(min(max(code, self.qmin), self.qmax))
 
 
 @dataclass(frozen=True)
@@ -168,8 +154,7 @@ class _Reader:
         self.names[node] = name
 
     def quantize(self, node: fx.Node, quantizer: FrozenQuantizer, source: fx.Node) -> None:
-        scale, *integers = quantizer.grid()
-        self.grids[node], old = IntegerGrid(scale, *map(int, integers)), self.grids.get(source)
+        self.grids[node], old = quantizer.grid(), self.grids.get(source)
         if old == self.grids[node]:
             self.names[node] = self.name(source)
             return

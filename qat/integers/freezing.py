@@ -14,6 +14,7 @@ from qat.integers.frozen import (
     FrozenParameter,
     FrozenQuantizer,
     FrozenTable,
+    IntegerGrid,
     Operations,
 )
 from qat.layers import IntegerWeight, QuantEmbedding, QuantFunction, QuantLayer
@@ -39,7 +40,7 @@ def freeze(model: nn.Module, operations: Operations, *, weights_alone: bool = Fa
     return _Freezer(operations, weights_alone).module(model, "")
 
 
-def frozen_grids(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
+def frozen_grids(frozen: nn.Module) -> dict[str, IntegerGrid]:
     """Return the grid of every quantizer that runs in a frozen model, by its name."""
     running = [""]  # which every name starts with
     if isinstance(frozen, fx.GraphModule):

@@ -3,8 +3,9 @@
 They compute with `Operations`: in torch, or as the operators of the file that is written from them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -101,6 +102,20 @@ def stored_qparams(quantizer: Quantizer, operations: Operations) -> tuple[Tensor
     return scale.detach().float(), (zero_point.detach() + offset).to(kind), first, last
 
 
+class IntegerGrid(NamedTuple):
+    """Integers qmin .. qmax, of which q stands for (q - zero_point) * scale."""
+
+    scale: float
+    zero_point: int
+    qmin: int
+    qmax: int
+
+    def code(self, value: float) -> int:
+        """Return the integer of a value, which may be infinite."""
+        code = np.rint(np.float32(value) / np.float32(self.scale)) + self.zero_point
+        return int(min(max(code, self.qmin), self.qmax))
+
+
 class FrozenQuantizer(nn.Module):
     """A quantizer of activations on a fixed grid; `name` is the call's in the model."""
 
@@ -112,9 +127,9 @@ class FrozenQuantizer(nn.Module):
         limits = torch.iinfo(self.low.dtype)
         self.clips = (int(self.low), int(self.high)) != (limits.min, limits.max)  # else the type clips by itself
 
-    def grid(self) -> tuple[float, ...]:
+    def grid(self) -> IntegerGrid:
         """Return scale, zero point and bounds: equal numbers are one grid."""
-        return tuple(float(number) for number in (self.scale, self.zero_point, self.low, self.high))
+        return IntegerGrid(float(self.scale), int(self.zero_point), int(self.low), int(self.high))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x on the grid."""

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from qat.integers.frozen import IntegerGrid
 
 Array = npt.NDArray[Any]
 Option: TypeAlias = bool | int | float | str | Sequence[int]
@@ -34,17 +35,8 @@ OPTIONS = {
 LOWEST, HIGHEST = -128, 127
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Integers low .. high of int8; fewer than 256 end at 127, where int8 saturates.
-
-    An integer q stands for (q - zero_point) * scale.
-    """
-
-    scale: float
-    zero_point: int
-    low: int
-    high: int
+class Grid(IntegerGrid):
+    """Integers of int8; fewer than 256 end at 127, where int8 saturates."""
 
     @classmethod
     def of(cls, scale: Tensor, zero_point: Tensor, low: Tensor | None, high: Tensor | None) -> "Grid":
@@ -54,15 +46,10 @@ class Grid:
         shift = HIGHEST - last  # from uint8, or from fewer bits that end below 127
         return cls(float(scale), int(zero_point) + shift, first + shift, HIGHEST)
 
-    def code(self, value: float) -> int:
-        """Return the integer of a value, which may be infinite."""
-        rounded = float((torch.tensor(value) / self.scale).round()) + self.zero_point  # in float32, as a quantizer does
-        return int(max(self.low, min(self.high, rounded)))
-
     def has_level(self, bound: float) -> bool:
         """Return True if a bound of values lies on a level, or beyond all levels."""
         level = bound / self.scale + self.zero_point
-        return not self.low < level < self.high or abs(level - round(level)) < 1e-4  # scales are float32
+        return not self.qmin < level < self.qmax or abs(level - round(level)) < 1e-4  # scales are float32
 
     def fused(self, low: int, high: int) -> tuple[str, int, int]:
         """Return the tightest fused activation that keeps low .. high, and its bounds."""

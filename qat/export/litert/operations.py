@@ -207,7 +207,7 @@ def maximum(
     kernel, steps, margins = (pair(each) for each in (kernel, stride or kernel, padding))
     if any(each != 1 for each in dilation):
         raise UnwritableError("max pooling with dilation is not written")
-    tensor, how = padded(writer, x, shape[2:], kernel, steps, (1, 1), margins, x.grid.low)
+    tensor, how = padded(writer, x, shape[2:], kernel, steps, (1, 1), margins, x.grid.qmin)
     return writer.result(
         "MAX_POOL_2D", [tensor], shape, x.grid, fuses=True, padding=how, strideH=steps[0], strideW=steps[1],
         filterHeight=kernel[0], filterWidth=kernel[1],

@@ -233,7 +233,7 @@ class Writer:
             return x
         low, high = map(grid.code, values)
         if (x.grid.scale, x.grid.zero_point, factor) == (grid.scale, grid.zero_point, 1.0):
-            return self.clipped(x, low, high, (x.grid.low, x.grid.high))
+            return self.clipped(x, low, high, (x.grid.qmin, x.grid.qmax))
         # x * 1, since XNNPACK's QUANTIZE keeps 8 bits of the ratio of the scales.
         made = self._new("quantize", self.file.shapes[x.tensor], grid)
         size = 1 if factor == 1.0 else 64  # fixed point rounds a larger product with less loss
