@@ -1,7 +1,4 @@
-"""The table of operations: how torch calls each, and what it does to a grid. Whoever asks, asks this table.
-
-An operation that moves values is one row here, and known to placement, both engines and the files.
-"""
+"""The table of operations: how torch calls each, and what it does to a grid; one row, which everything else asks."""
 
 import math
 import operator
@@ -83,9 +80,8 @@ TABLE = (
     Row("move", (), (torch.roll, torch.repeat_interleave), ("roll", "repeat_interleave", "repeat"),
         propagated=False, own_memory=True),
     Row("move", (), (operator.getitem, torch.select, torch.narrow), ("select", "narrow", "expand"), propagated=False),
-    Row("move", (nn.ChannelShuffle,), (torch.channel_shuffle,), reads=(), propagated=False),
-    Row("move", (nn.PixelShuffle,), (torch.pixel_shuffle,), reads=(), propagated=False),
-    Row("move", (nn.PixelUnshuffle,), reads=(), propagated=False),
+    Row("move", (nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle), (torch.channel_shuffle, torch.pixel_shuffle),
+        reads=(), propagated=False),
     Row("split", (), (torch.chunk, torch.split), ("chunk", "split")),
 
     Row("max", (nn.MaxPool2d,), (F.max_pool2d,), reads=WINDOW),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from qat.torch_internals import argument_names, empty_by_default, name_of_operator
+from qat.torch_internals import argument_names, empty_by_default, name_of_operator, pytree
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -106,6 +106,8 @@ def called(node: fx.Node, args: Args, kwargs: Kwargs) -> Call:
     name, overload = name_of_operator(target)
     if not name:
         return "call_function", getattr(target, "overloadpacket", target), args, kwargs
+    if name.rstrip("_") in ("clamp", "clip") and float in map(type, (*args, *kwargs.values())):
+        args, kwargs = pytree.tree_map_only(int, float, (args, kwargs))  # torch.onnx takes no 2 beside -0.5
     left_out = empty_by_default(target)  # an export names them where later arguments are given, and functions take None
     args = tuple(
         None if each == [] and key in left_out else each

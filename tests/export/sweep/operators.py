@@ -14,7 +14,7 @@ CURVES = (
     "F.softplus(x)", "F.softplus(x, beta=3, threshold=2)", "F.softsign(x)", "F.logsigmoid(x)", "F.tanhshrink(x)",
     "F.hardshrink(x, 0.2)", "F.softshrink(x, 0.2)", "F.threshold(x, 0.1, 0.3)", "F.leaky_relu(x)",
     "F.leaky_relu(x, 0.2)", "F.leaky_relu(x, 1.5)", "nn.LeakyReLU(-0.3)", "nn.PReLU()", "nn.PReLU(C)", "F.glu(x, 1)",
-    "F.relu(x)", "F.relu6(x)", "F.hardtanh(x, -0.3, 0.4)", "x.clamp(-0.2, 0.3)", "x.clamp(min=-0.2)",
+    "F.relu(x)", "F.relu6(x)", "F.hardtanh(x, -0.3, 0.4)", "x.clamp(-0.2, 1)", "x.clamp(min=-0.2)",
     "x.clamp(max=0.2)", "torch.clamp(x, y, y + 1)", "F.rrelu(x)",
 )  # fmt: skip
 
@@ -154,7 +154,7 @@ REFUSED = {
 
 CHOSEN = [(IMAGE, each) for each in (
     "F.softmax(x, 1)", "F.softmax(x, -1)", "F.sigmoid(x)", "F.leaky_relu(x, 0.2)", "x + y", "x * y",
-    "torch.cat([x, y], 1)", "torch.atan2(x, y)", "x.mean((-2, -1), keepdim=True)", "x.clamp(-0.2, 0.3)",
+    "torch.cat([x, y], 1)", "torch.atan2(x, y)", "x.mean((-2, -1), keepdim=True)", "x.clamp(-0.2, 1)",
     "F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=True)",
     "F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=True)",
     "F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False)",
