@@ -25,11 +25,11 @@ def is_relu(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 
 def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Return True if all output values lie on the grid of the first input."""
-    if node.meta.get(WRITTEN_LATER):
+    clones = node.target == "clone" or node.target is torch.clone
+    if any(each.meta.get(WRITTEN_LATER) for each in (node, *(node.all_input_nodes if clones else ()))):
         return False
     if node.target is F.pad:
         return _keeps_grid(node, graph_module)
-    clones = node.target == "clone" or node.target is torch.clone
     if clones and any(written_by(user, graph_module) is node for user in node.users):
         return False  # the clone becomes a different tensor
     if node.target is getattr:

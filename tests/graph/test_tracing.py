@@ -67,9 +67,10 @@ def shifted_behind_a_reader(self: Any, x: Tensor) -> Tensor:
 
 
 def cleared_on_a_copy(self: Any, x: Tensor) -> Tensor:
-    y = self.a(x).clone()
-    y[:, 0] = 0
-    return self.b(y)
+    y = self.a(x)
+    kept, cleared = y.clone(), y.clone()
+    cleared[:, 0], y[:, ::2] = 0, 1  # and what they were copied from
+    return self.b(y) + self.b(cleared) + self.b(kept)
 
 
 CASES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module], Tensor]] = {

@@ -122,20 +122,18 @@ def largest_folder(top: Path) -> tuple[int, str]:
 
 def tables_of_operations(fewest: int = 10) -> list[str]:
     """The files with a constant that names so many of torch's operations."""
-    parsed = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    constants = {
-        name: [n for n in tree.body if isinstance(n, (ast.Assign, ast.AnnAssign))] for name, tree in parsed.items()
-    }
-    calls = re.compile(r"\b(?:F|nn|torch)\.\w+")
-    return [
-        name for name, each in constants.items() if any(len({*calls.findall(ast.unparse(n))}) >= fewest for n in each)
-    ]
+    calls, found = re.compile(r"\b(?:F|nn|torch)\.\w+"), []
+    for path in PACKAGE.rglob("*.py"):
+        constants = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Assign, ast.AnnAssign))]
+        if any(len({*calls.findall(ast.unparse(each))}) >= fewest for each in constants):
+            found.append(path.relative_to(PACKAGE).as_posix())
+    return found
 
 
 def guards() -> list[str]:
     """The classes that say if a model is what it was, by an `is_unchanged` of their own."""
-    parsed = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    classes = [node for tree in parsed for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    trees = (ast.walk(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py"))
+    classes = [node for tree in trees for node in tree if isinstance(node, ast.ClassDef)]
     return [each.name for each in classes if "is_unchanged" in {getattr(node, "name", "") for node in each.body}]
 
 
