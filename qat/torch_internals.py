@@ -29,11 +29,13 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = [
     "AnyBatchNorm",
     "AnyConvolution",
     "BatchOrInstanceNorm",
+    "StopRecomputation",
     "TorchDispatchMode",
     "all_modules_are_hooked",
     "name_of",

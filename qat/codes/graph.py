@@ -23,7 +23,7 @@ from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
 from qat.quantizer import Quantizer
 from qat.text import first_line
-from qat.torch_internals import all_modules_are_hooked, pytree
+from qat.torch_internals import StopRecomputation, all_modules_are_hooked, pytree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,6 +82,8 @@ class FusedGraph(PreparedGraph):
                 return fused.run(self, *args, **kwargs)
             try:
                 return fused.run(fused.modules, *args, **kwargs)
+            except StopRecomputation:  # torch.utils.checkpoint has all that it wants
+                raise
             except Exception as error:
                 why = f"its derived graph fails ({first_line(error)})"
             result = plain(self, *args, **kwargs)  # which raises too if it is for the inputs

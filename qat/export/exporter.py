@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from torch import nn
+from torch import fx, nn
 
 from qat.analysis.table import float_results, sentence_about
 from qat.contexts import in_full_precision
@@ -17,6 +17,7 @@ from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import PLACES, Axes, export_program, fix_sizes, larger, name_outputs, refuse_lost_options
 from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips, rewrite_for_runtime
 from qat.export.onnxruntime.verification import check_other_sizes
+from qat.graph.guards import condition_on_batch
 from qat.inputs import Inputs, expect_model
 from qat.integers.evaluation import drop_defaults, evaluation_copy
 from qat.integers.freezing import frozen_grids
@@ -125,6 +126,10 @@ def export_onnx(
 
 
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations, dynamic: Axes) -> "ModelProto":
+    if "batch" in dynamic and isinstance(model, fx.GraphModule) and (broken := condition_on_batch(model.graph)):
+        said = f"is fixed at that of example_inputs, for the model was prepared for inputs with {broken}"
+        warnings.warn(f"export_onnx: the batch {said}", stacklevel=3)
+        dynamic = [each for each in dynamic if each != "batch"]
     evaluated = evaluation_copy(model)
     inputs = drop_defaults(evaluated, example_inputs)
     rewrite_for_runtime(evaluated, operations)

@@ -1,10 +1,11 @@
 """What a captured graph takes for granted, of its inputs and of the model: each call checks it."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.node import has_side_effect
 
 from qat.torch_internals import size_checker
@@ -29,6 +30,21 @@ def first_broken(conditions: Sequence[str], tensors: Sequence[Tensor | None]) ->
     return next((each for each in conditions if not _checker((each,))(shapes)), None)
 
 
+def condition_on_batch(graph: fx.Graph) -> str | None:
+    """Return a condition on first axes alone that not every batch meets, or None if a graph has none."""
+    for node in [each for each in graph.nodes if each.target is expect_sizes]:
+        names: tuple[str, ...] = node.args[1]
+        for condition in node.args[2]:
+            alone = set(re.findall(r"s\[\d+\](\[\d+\])?", condition)) == {"[0]"}
+            if alone and not all(_checker((condition,))([(batch,)] * len(names)) for batch in (1, 2, 3, 5, 64)):
+                return _in_words(condition, names)
+    return None
+
+
+def _in_words(condition: str, names: tuple[str, ...]) -> str:
+    return re.sub(r"s\[(\d+)\]", lambda found: f"{names[int(found[1])]}.shape", condition)
+
+
 LONGEST = 120
 """Most characters of a condition that an error message shows."""
 
@@ -45,8 +61,7 @@ def expect_sizes(tensors: list[Tensor], names: tuple[str, ...], conditions: tupl
     if torch.compiler.is_compiling() or (broken := first_broken(conditions, tensors)) is None:
         return
     inside = [number for number in range(len(names)) if f"s[{number}]" in broken]
-    for number in inside:
-        broken = broken.replace(f"s[{number}]", f"{names[number]}.shape")
+    broken = _in_words(broken, names)
     given = ", ".join(f"{names[number]} has the shape {tuple(tensors[number].shape)}" for number in inside)
     alike = f"with {broken}, as its example_inputs have"
     if len(broken) > LONGEST:

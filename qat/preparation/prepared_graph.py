@@ -95,7 +95,7 @@ class PreparedGraph(Block, fx.GraphModule):
     _snapshot: ClassVar[ModuleSnapshot | None] = None
     _generated: ClassVar[Forward]
     # When training began, the first value of each parameter, and the versions of gradients that were there already.
-    _begun_with: ClassVar[tuple[list[float], dict[int, int]] | None] = None
+    _begun_with: ClassVar[tuple[list[Any], dict[int, int]] | None] = None
 
     def recompile(self) -> Any:
         """Generate forward from the graph again."""
@@ -165,7 +165,7 @@ class PreparedGraph(Block, fx.GraphModule):
         """Follow replaced modules now: torch.compile, which may come next, cannot."""
         cls = type(self)
         held = [each for each in self.parameters() if type(each) is nn.Parameter and each.numel() and not each.is_meta]
-        firsts = [float(each.detach().flatten()[0]) for each in held]  # some optimizers leave no new version
+        firsts = [each.detach().flatten()[0].item() for each in held]  # some optimizers leave no new version
         versions = {id(each.grad): version_of(each.grad) for each in held if each.grad is not None}
         if mode:
             cls._begun_with = firsts, versions

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers
+from qat.export.onnxruntime.session import open_session, run_session
 from qat.graph.guards import expect_sizes
 from tests.references.prepared_case import Plain
 
@@ -120,3 +121,17 @@ def test_a_batch_of_two_inputs_says_how_it_is_written() -> None:
 def test_a_long_condition_on_sizes_is_said_in_words() -> None:
     with pytest.raises(ValueError, match=r"^the model was prepared for inputs whose sizes lead its forward the way"):
         expect_sizes([torch.ones(1, 3)], ("x",), (" + ".join(["s[0][1]"] * 20) + " == 1",))
+
+
+@pytest.mark.parametrize(("decides", "broken"), [
+    (lambda n: n > 1, r"x.shape\[0\] > 1"), (lambda n: n % 2 == 0, "% 2"), (lambda n: n == 4, r"x.shape\[0\] == 4"),
+])  # fmt: skip
+def test_a_file_takes_no_batch_that_the_model_refuses(decides: Any, broken: str, tmp_path: Path) -> None:
+    """It answered at a batch of one with what forward makes of many."""
+    net = Plain(lambda self, x: self.a(x) - x.mean(0) if decides(x.shape[0]) else self.a(x), a=nn.Linear(4, 4))
+    model, x = qat.prepare(net.eval(), example_inputs=torch.randn(4, 4)), torch.randn(4, 4)
+    qat.calibrate(model, [x])
+    with pytest.warns(UserWarning, match=f"^export_onnx: the batch is fixed at that of example_inputs, .*{broken}"):
+        qat.export_onnx(model, tmp_path / "model.onnx", x)
+    with pytest.raises(ValueError, match="does not run"):
+        run_session(open_session(tmp_path / "model.onnx"), x[:1])

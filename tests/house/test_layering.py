@@ -76,7 +76,7 @@ def test_files_hold_one_idea(path: Path) -> None:
     assert path.stem not in ("utils", "common", "helpers", "misc")
 
 
-TOTALS = {"qat": (39_253, "py", "c", "h"), "tests": (32_833, "py")}
+TOTALS = {"qat": (39_277, "py", "c", "h"), "tests": (32_861, "py")}
 """Lines, at most: they go down, and up only in a commit that changes nothing else and says what users get for it."""
 
 
