@@ -83,12 +83,10 @@ TABLE = (
     Row("move", (nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle), (torch.channel_shuffle, torch.pixel_shuffle),
         reads=(), propagated=False),
     Row("split", (), (torch.chunk, torch.split), ("chunk", "split")),
-
     Row("max", (nn.MaxPool2d,), (F.max_pool2d,), reads=WINDOW),
     Row("max", (nn.MaxPool1d, nn.MaxPool3d), (F.max_pool1d, F.max_pool3d), reads=INDICES),
     Row("max", (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), (F.adaptive_max_pool2d,),
         reads=INDICES, propagated=False),
-
     Row("dropout", (nn.Dropout,), (F.dropout,), reads=IN_PLACE, homogeneous=True),
     Row("dropout", (nn.Dropout1d,), (F.dropout1d,), reads=IN_PLACE, homogeneous=True),
     Row("dropout", (nn.Dropout2d,), (F.dropout2d,), reads=IN_PLACE, homogeneous=True),
@@ -121,14 +119,12 @@ TABLE = (
     Row("norm", (nn.LayerNorm,), (F.layer_norm,), name="layer_norm"),
     Row("norm", (nn.GroupNorm,), (F.group_norm,), name="group_norm"),
     Row("norm", (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), (F.instance_norm,), name="instance_norm"),
-
     Row("average", (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
         name="avg_pool"),
     Row("average", (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
         (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), name="avg_pool"),
     Row("average", (), (torch.mean,), ("mean",), "mean"),
     Row("average", (nn.Upsample,), (F.interpolate,), name="interpolate"),
-
     Row("join", (), (operator.add, torch.add), ("add", "add_"), "add"),
     Row("join", (), (operator.sub, torch.sub), ("sub", "sub_"), "sub"),
     Row("join", (), (operator.mul, torch.mul), ("mul", "mul_"), "mul"),
@@ -137,7 +133,6 @@ TABLE = (
     Row("join", (), (torch.minimum,), ("minimum",), "minimum"),
     Row("join", (), (torch.cat, torch.concat), (), "cat"),
     Row("join", (), (torch.stack,), (), "stack"),
-
     Row("product", (), (operator.matmul, torch.matmul, torch.bmm, torch.mm), ("matmul", "bmm", "mm", "__matmul__")),
     Row("product", (), (torch.einsum,), own_memory=False),  # which may transpose only
     Row("float product", (), (
@@ -145,7 +140,6 @@ TABLE = (
         F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding,
         torch.embedding_bag,
     )),
-
     Row("question", methods=("dim", "ndimension", "size", "numel", "shape", "ndim", "dtype", "device")),
     Row("other", (), (F.pad,), propagated=False, own_memory=False),  # `passes_grid` asks for its value
     Row("other", (), (), (
@@ -186,8 +180,6 @@ def by_name(*kinds: Kind) -> dict[Operation, Calls]:
     return {name: calls_where(lambda row, name=name: row.name == name) for name in names}  # type: ignore[misc]
 
 
-DROPOUTS = calls_of("dropout")
-CLIPS = calls_of("clip")
-PRODUCTS = calls_of("product")
-FLOAT_PRODUCTS = calls_of("float product")
+DROPOUTS, CLIPS = calls_of("dropout"), calls_of("clip")
+PRODUCTS, FLOAT_PRODUCTS = calls_of("product"), calls_of("float product")
 JOINING, AVERAGING, NONLINEAR = by_name("join"), by_name("average"), by_name("curve", "norm", "nonlinear")

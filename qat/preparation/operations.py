@@ -10,11 +10,12 @@ from torch import fx, nn
 
 from qat.graph.in_place import written_by
 from qat.graph.nodes import FACTS, WRITTEN_LATER, dimensions, given_by_name, is_call, submodule_of
-from qat.graph.operations import CLIPS, PRODUCTS, Calls, calls_of, calls_where
+from qat.graph.operations import CLIPS, DROPOUTS, PRODUCTS, Calls, calls_of, calls_where
 from qat.quantizer import Quantizer
 from qat.targets.profile import Operation
 
-PASSING, SPLITTING = calls_of("move", "split", "max", "dropout"), calls_of("split")
+SPLITTING, _KEEPING = calls_of("split"), calls_of("move", "split", "max", "dropout")
+PASSING = _KEEPING._replace(functions=_KEEPING.functions - DROPOUTS.functions | {F.dropout})  # the rest is always on
 MAX_POOLS = calls_where(lambda row: row.kind == "max" and nn.AdaptiveMaxPool2d not in row.modules)
 
 

@@ -9,13 +9,16 @@ from torch import fx, nn
 
 from qat.graph.in_place import Memory, written_by
 from qat.graph.nodes import FACTS, given_by_name, is_call, scope_of, submodule_of
-from qat.graph.operations import DROPOUTS, FLOAT_PRODUCTS, NONLINEAR
+from qat.graph.operations import DROPOUTS, FLOAT_PRODUCTS, NONLINEAR, calls_where
 from qat.preparation.operations import is_relu, operation_of, passes_grid
 from qat.preparation.replacements import SPLIT
 from qat.quantizer import Quantizer
 from qat.recipe import ScopedRecipe
 from qat.targets import TargetProfile
 from qat.torch_internals import AnyBatchNorm, AnyConvolution
+
+RELU = calls_where(lambda row: row.kind == "clip" and row.homogeneous)
+ALPHA_DROPOUTS = calls_where(lambda row: row.kind == "dropout" and not row.homogeneous)
 
 
 def rewrite_for_target(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
@@ -90,10 +93,11 @@ def _clip_before_moves(graph_module: fx.GraphModule) -> None:
 
 def _commutes(move: fx.Node, clip: fx.Node, graph_module: fx.GraphModule) -> bool:
     # A clip may save its result for the backward; a ReLU keeps 0 and a factor of dropout, which bounds do not.
-    if isinstance(submodule_of(graph_module, move), nn.AlphaDropout) or written_by(move, graph_module) is not None:
+    if is_call(move, *ALPHA_DROPOUTS, graph_module) or written_by(move, graph_module) is not None:
         return False
-    relu = is_call(clip, (nn.ReLU,), {F.relu, F.relu_, torch.relu}, {"relu", "relu_"}, graph_module)
-    return relu or not is_call(move, DROPOUTS.modules, {*DROPOUTS.functions, F.pad}, (), graph_module)
+    return is_call(clip, *RELU, graph_module) or not is_call(
+        move, DROPOUTS.modules, {*DROPOUTS.functions, F.pad}, (), graph_module
+    )
 
 
 def _split(node: fx.Node, x: Any) -> None:

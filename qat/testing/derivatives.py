@@ -113,6 +113,9 @@ def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
         words = f"slot {', '.join(map(str, slots))} of shape {shape}: "
         with raising(words):
             y, got = estimator.gradients(tuple(shaped))
+        if estimator.elementwise:
+            wide = [each.expand(x.shape) if slot in estimator.broadcast else each for slot, each in enumerate(shaped)]
+            estimator.require_close(f"{words}output", y, estimator.output(tuple(wide)), x)
         _require_declared(estimator, words, tuple(shaped), got, estimator.declared_gradients(tuple(shaped), uneven(y)))
     return f"{plural(len(groups) * len(shapes), 'shape')} against x of shape {tuple(x.shape)}"
 

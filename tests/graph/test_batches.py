@@ -127,7 +127,6 @@ def test_a_long_condition_on_sizes_is_said_in_words() -> None:
     (lambda n: n > 1, r"x.shape\[0\] > 1"), (lambda n: n % 2 == 0, "% 2"), (lambda n: n == 4, r"x.shape\[0\] == 4"),
 ])  # fmt: skip
 def test_a_file_takes_no_batch_that_the_model_refuses(decides: Any, broken: str, tmp_path: Path) -> None:
-    """It answered at a batch of one with what forward makes of many."""
     net = Plain(lambda self, x: self.a(x) - x.mean(0) if decides(x.shape[0]) else self.a(x), a=nn.Linear(4, 4))
     model, x = qat.prepare(net.eval(), example_inputs=torch.randn(4, 4)), torch.randn(4, 4)
     qat.calibrate(model, [x])

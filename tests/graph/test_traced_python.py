@@ -210,7 +210,6 @@ def test_a_tensor_that_forward_leaves_behind_is_named(balance: Any, caplog: pyte
 
 
 def test_a_checkpoint_around_a_prepared_model_and_a_complex_parameter_train() -> None:
-    """The step caught torch's own signal that a checkpoint has what it wants; a complex number is no float."""
     net = Plain(lambda self, x: self.b(self.a(x)) + self.w.abs(), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     net.w = nn.Parameter(torch.randn(8, dtype=torch.cfloat))
     x, model = torch.randn(4, 8), qat.prepare(net, example_inputs=torch.randn(4, 8))

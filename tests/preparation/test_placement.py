@@ -62,6 +62,8 @@ PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, se
                                       convs(d=nn.Dropout2d()), IMAGE, {"input", "a"}),
     "conv, dropout in place, ReLU": (lambda self, x: self.b(F.relu(self.d(self.a(x)))), convs(d=nn.Dropout(0.5, True)),
                                      IMAGE, {"input", "d"}),
+    "conv, alpha dropout, ReLU": (lambda self, x: self.b(F.relu(self.d(self.a(x)))), convs(d=nn.FeatureAlphaDropout()),
+                                  IMAGE, {"input", "d"}),
     "conv, norm, view, ReLU in place": (lambda self, x: self.b(F.relu_(self.n(self.a(x)).mT)),
                                         convs(n=nn.BatchNorm2d(4)), IMAGE, {"input", "a"}),
     "conv, margins that no maximum chooses": (
