@@ -127,7 +127,7 @@ def export_onnx(
 
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations, dynamic: Axes) -> "ModelProto":
     if "batch" in dynamic and isinstance(model, fx.GraphModule) and (broken := condition_on_batch(model.graph)):
-        said = f"is fixed at that of example_inputs, for the model was prepared for inputs with {broken}"
+        said = f"is fixed at that of example_inputs, for the model was prepared with {broken}"
         warnings.warn(f"export_onnx: the batch {said}", stacklevel=3)
         dynamic = [each for each in dynamic if each != "batch"]
     evaluated = evaluation_copy(model)

@@ -36,6 +36,7 @@ def condition_on_batch(graph: fx.Graph) -> str | None:
         names: tuple[str, ...] = node.args[1]
         for condition in node.args[2]:
             alone = set(re.findall(r"s\[\d+\](\[\d+\])?", condition)) == {"[0]"}
+            alone = alone and not condition.endswith("!= 1")  # which torch asks of any axis, for its strides
             if alone and not all(_checker((condition,))([(batch,)] * len(names)) for batch in (1, 2, 3, 5, 64)):
                 return _in_words(condition, names)
     return None

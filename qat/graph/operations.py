@@ -100,7 +100,6 @@ TABLE = (
     Row("clip", (nn.Hardtanh,), bounds=(-1.0, 1.0), reads=BOUNDS),
     Row("clip", (), (F.hardtanh, torch.clamp, torch.clip, torch.clamp_min, torch.clamp_max),
         ("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_max")),  # by their arguments
-
     Row("curve", (nn.SiLU,), (F.silu,), name="silu", fused="silu", reads=IN_PLACE),
     Row("curve", (nn.Hardswish,), (F.hardswish,), name="hardswish", fused="hardswish", reads=IN_PLACE),
     Row("curve", (nn.GELU,), (F.gelu,), name="gelu", fused="gelu", options={"approximate": "none"},

@@ -255,7 +255,7 @@ def test_a_batch_that_the_model_counts_is_fixed_with_a_warning(tmp_path: Path) -
     with pytest.warns(UserWarning) as caught:
         model = exported(path, net, {"x": x})
     assert [str(warning.message) for warning in caught if warning.category is UserWarning] == [
-        "export_onnx: the first axis of the input 'x' is fixed at 4, for the model computes with it as with a number"
+        "export_onnx: the batch is fixed at that of example_inputs, for the model was prepared with x.shape[0] == 4"
     ]
     assert qat.verify_onnx(path, model, [x]).max_difference < 2e-6
     with pytest.raises(ValueError):
